@@ -1,0 +1,125 @@
+"""The arguments of SPlus: their defaults where a measurement chose them, the published ones, and their checks."""
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+# Settings with which SPlus follows the authors' PyTorch file (kvfrans/splus d96bd16) exactly: SPlus(params, **PAPER).
+PAPER: Mapping[str, Any] = MappingProxyType(
+    {
+        "lr": 0.1,
+        "betas": (0.9, 0.999),
+        "eps": 0.0,
+        "weight_decay": 1e-2,
+        "ema_decay": 0.999,
+        "precondition_frequency": 100,
+        "max_preconditioner_dim": 10_000,
+        "elementwise_scale": 1e-3,
+        "whiten": "2d",
+        "oversized": "published",
+        "refresh_method": "eigh",
+        "refresh_growth": None,
+        "spread_refreshes": False,
+    }
+)
+
+# What decides the shapes of the state. A loaded state dict must agree on these; it brings all the others.
+STRUCTURAL = ("max_preconditioner_dim", "whiten", "split", "split_dim", "stacked", "oversized")
+
+_CHOICES: dict[str, tuple[object, ...]] = {
+    "whiten": (True, False, "auto", "2d"),
+    "oversized": ("blocks", "unrotated", "published"),
+    "refresh_method": ("qr", "eigh"),
+    "spread_refreshes": (True, False),
+    "maximize": (True, False),
+}
+
+
+def refuse_unsupported(**given: object) -> None:
+    """Adam's arguments that have no meaning here or are not implemented."""
+    advice = {
+        "amsgrad": "a sign has no second moment to take the maximum of",
+        "capturable": "the refresh schedule is kept on the host; leave the optimizer step out of CUDA graphs",
+        "differentiable": "eigenbases are not differentiated through",
+        "fused": "matrices of one shape are always stepped as one batch",
+    }
+    for name, value in given.items():
+        if value:
+            raise ValueError(f"{name}={value} is given; SPlus does not support it: {advice[name]}. Leave it out.")
+
+
+def check_group(group: Mapping[str, Any]) -> None:
+    """Raise a ValueError for the first hyperparameter of a group that is out of its range."""
+    lr = group["lr"]
+    if isinstance(lr, Tensor) and lr.numel() != 1:
+        raise ValueError(f"Tensor lr must have 1 element; lr of shape {tuple(lr.shape)} is given.")
+    _require(float(lr) >= 0, "lr", lr, "0 or more")
+    betas = group["betas"]
+    _require(len(betas) == 2, "betas", betas, "a pair (beta1, beta2)")
+    for i, beta in enumerate(betas):
+        _require(0 <= beta < 1, f"betas[{i}]", beta, "in [0, 1)")
+    _require(0 <= group["ema_decay"] < 1, "ema_decay", group["ema_decay"], "in [0, 1)")
+    _require(0 <= group["eps"] < 1, "eps", group["eps"], "in [0, 1), a fraction of a matrix's Frobenius norm")
+    _require(group["weight_decay"] >= 0, "weight_decay", group["weight_decay"], "0 or more")
+    _require(group["elementwise_scale"] >= 0, "elementwise_scale", group["elementwise_scale"], "0 or more")
+    for name in ("precondition_frequency", "max_preconditioner_dim"):
+        value = group[name]
+        _require(isinstance(value, int) and value >= 1, name, value, "an integer of 1 or more")
+    growth = group["refresh_growth"]
+    _require(growth is None or growth > 1, "refresh_growth", growth, "above 1, or None for no early refreshes")
+    for name, choices in _CHOICES.items():
+        _require(group[name] in choices, name, group[name], "one of " + ", ".join(map(repr, choices)))
+    for value in per_parameter(group, "split_dim"):
+        _require(value in (0, 1), "split_dim", value, "0 (rows) or 1 (columns)")
+
+
+def _require(holds: bool, name: str, value: object, required: str) -> None:
+    if not holds:
+        raise ValueError(f"Invalid {name}: {value!r} is given; it must be {required}.")
+
+
+def check_parameter(parameter: Tensor, name: str) -> None:
+    """Raise for a parameter of a kind that SPlus cannot update."""
+    if parameter.is_complex():
+        raise ValueError(
+            f"{name} is complex ({parameter.dtype}); SPlus updates real parameters. "
+            "Hold it as a real one of shape (..., 2) and use torch.view_as_complex in the model."
+        )
+    if not parameter.is_floating_point():
+        raise ValueError(f"{name} has dtype {parameter.dtype}; SPlus updates floating-point parameters.")
+
+
+def check_gradient(gradient: Tensor, name: str) -> None:
+    """Raise for a gradient of a layout that SPlus cannot use."""
+    if gradient.layout != torch.strided:
+        raise RuntimeError(
+            f"The gradient of {name} has the sparse layout {gradient.layout}; SPlus needs dense gradients. "
+            "Build the embedding with sparse=False, or give these parameters to torch.optim.SparseAdam."
+        )
+
+
+def per_parameter(group: Mapping[str, Any], option: str) -> list[Any]:
+    """A group option that may be one value for all parameters or a list with one for each, as a list.
+
+    Raises:
+        ValueError: a list of another length than the group's.
+    """
+    value, count = group[option], len(group["params"])
+    if not isinstance(value, list):
+        return [value] * count
+    if len(value) != count:
+        raise ValueError(
+            f"{option} is a list of {len(value)} for a group of {count} parameters; "
+            "give one entry for each parameter, or one value (sizes of sections as a tuple)."
+        )
+    return value
+
+
+def parameter_name(group: Mapping[str, Any], position: int) -> str:
+    """How messages call a parameter: its name if the group has names, else its place and shape."""
+    if "param_names" in group:
+        return f"parameter {group['param_names'][position]!r}"
+    return f"parameter {position} of shape {tuple(group['params'][position].shape)}"

@@ -1,0 +1,44 @@
+"""What a group's updates and bases look like, computed when asked for."""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from splus.books import GroupBooks
+from splus.eigenbasis import basis_drift, orthogonality_error
+from splus.precision import exact_arithmetic
+from splus.update import whitened_direction
+
+
+@torch.no_grad()
+def group_metrics(group: Mapping[str, Any], books: GroupBooks, state: Mapping[Tensor, dict[str, Any]]) -> dict[str, Any]:
+    """The metrics of one group; see :meth:`splus.SPlus.metrics`."""
+    lr, constant = float(group["lr"]), group["elementwise_scale"]
+    squares, entries, drift, error = 0.0, 0, 0.0, 0.0
+    for position in books.elementwise:
+        signs = state[books.parameters[position]]["momentum"].sign()
+        squares += float(signs.square().sum()) * (lr * constant) ** 2
+        entries += signs.numel()
+    with exact_arithmetic({bucket.plan.device.type for bucket in books.buckets}):
+        for bucket in books.buckets:
+            stacks, scale = bucket.stacks, bucket.plan.scale
+            M = stacks["momentum"]
+            U = whitened_direction(M, stacks.get("basis_left"), stacks.get("basis_right"), group["eps"])
+            squares += float(U.square().sum()) * (lr * (constant if scale is None else scale)) ** 2
+            entries += U.numel()
+            for side in ("left", "right"):
+                if f"basis_{side}" in stacks:
+                    Q = stacks[f"basis_{side}"]
+                    drift = max(drift, float(basis_drift(stacks[f"factor_{side}"], Q).max()))
+                    error = max(error, float(orthogonality_error(Q).max()))
+    metrics = {"name": group["name"]} if "name" in group else {}
+    return metrics | {
+        "update_rms": math.sqrt(squares / max(entries, 1)),
+        "basis_drift": drift,
+        "orthogonality_error": error,
+        "refreshes": books.refreshes,
+        "refresh_seconds": books.refresh_seconds,
+    }

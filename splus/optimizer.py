@@ -1,0 +1,398 @@
+"""SPlus: Shampoo in a cached eigenbasis with instantaneous normalization (arXiv 2506.07254), as a torch optimizer."""
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, overload
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import Optimizer, ParamsT
+
+from splus.arguments import check_gradient, check_group, refuse_unsupported
+from splus.averaging import update_averages
+from splus.books import Batch, GroupBooks, stack_gradients
+from splus.eigenbasis import refresh_due
+from splus.faults import Faults
+from splus.loading import load_optimizer_state
+from splus.matrices import Oversized, Sections
+from splus.metrics import group_metrics
+from splus.plan import Slot
+from splus.precision import LOW_PRECISION, exact_arithmetic, state_dtype
+
+# A run that skips this many batches in a row for a gradient that is not finite is not training any more.
+# GradScaler, which halves its scale at each, gets from 2**16 to 2**6 in as many.
+GRADIENT_FAULT_LIMIT = 10
+# Distributed Shampoo's default for failed decompositions in a row, after which it raises.
+DECOMPOSITION_FAULT_LIMIT = 3
+
+
+class SPlus(Optimizer):
+    r"""SPlus, a drop-in replacement for :class:`torch.optim.Adam` that whitens the updates of matrices.
+
+    For a weight matrix W (m×n) with gradient G, momentum M, factors L (m×m), R (n×n) and their eigenbases Q_L, Q_R::
+
+        M ← β1 M + (1-β1) G
+        U ← Q_L sign(Q_Lᵀ M Q_R) Q_Rᵀ
+        W ← W - lr · s · U,   s = 2/(m+n)
+        A ← ρ A + (1-ρ) W,    evaluated at A / (1-ρᵗ)
+        W ← W · (1 - lr · s · weight_decay)
+        L ← β2 L + (1-β2) G Gᵀ,   R ← β2 R + (1-β2) Gᵀ G
+        every now and then:  Q_L, Q_R ← eigenbases of L, R, first used in the next step
+
+    Parameters that are not whitened (vectors, scalars; with :func:`~splus.param_groups` also embeddings and the output
+    head) take ``U = sign(M)``, ``s = elementwise_scale``. Gradients are taken at W and the model is evaluated at the
+    average: validate, sample and export inside :meth:`averaged`, or between :meth:`eval` and :meth:`train`.
+
+    Every hyperparameter can be set per group. State is fp32 (fp64 for fp64 parameters) whatever the parameter's dtype;
+    bf16 and fp16 parameters keep an fp32 copy of their weights in the state, so that small steps are not rounded away.
+
+    A gradient that is not finite skips its parameter in that step as if it had none: said once, an error after
+    10 in a row. A basis whose decomposition fails, in fp64 too, is kept: said once, an error after 3 in a row.
+
+    Args:
+        params: parameters, named parameters or groups, as for every torch optimizer; see :func:`~splus.param_groups`.
+        lr: learning rate, a float or a tensor of one element. :func:`~splus.lr_from_adam` converts one from Adam.
+        betas: decays of the momentum and of the factors.
+        eps: a rotated entry below ``eps`` times its matrix's Frobenius norm counts as zero, not as ±1.
+        weight_decay: decoupled decay, on the scale of the step: W shrinks by lr · s · weight_decay.
+        ema_decay: decay ρ of the averaged weights. It sets a horizon of 1/(1-ρ) steps; 1 - 10/steps suits a run.
+        precondition_frequency: steps between refreshes of a matrix's bases, once the early ones are over.
+        max_preconditioner_dim: the longest side that is rotated whole.
+        elementwise_scale: step of the parameters that are not whitened, in units of lr.
+        whiten: True, every parameter with two sides of 2 or more; "auto", those whose sides are all within
+            ``max_preconditioner_dim``; "2d", every 2-D parameter and no others; False, none.
+        split: sections of a fused matrix that are whitened apart: their number or a tuple of sizes along ``split_dim``
+            (0 rows, 1 columns). A list gives each parameter of the group its own; so for the next two.
+        stacked: the leading dimensions count matrices, as in (experts, m, n); otherwise (out, in, *k) is out × in·k.
+        oversized: a side beyond ``max_preconditioner_dim`` is cut into "blocks" or left "unrotated"; "published" is
+            what the authors' file does.
+        refresh_method: "qr", a warm-started orthogonal iteration (the first basis is decomposed in full); "eigh", full
+            decompositions only.
+        refresh_growth: early refreshes come at intervals that grow by this factor, up to ``precondition_frequency``;
+            None for none.
+        spread_refreshes: matrices take turns in refreshing, so that no step pays for all of them.
+        maximize: ascend instead of descend.
+        foreach: accepted for Adam's sake; steps are batched whatever it says.
+        amsgrad, capturable, differentiable, fused: arguments of Adam that raise a ValueError when set.
+
+    Raises:
+        ValueError: a hyperparameter out of range, a parameter that is complex or an integer.
+    """
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | Tensor = 0.1,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-6,
+        weight_decay: float = 1e-2,
+        amsgrad: bool = False,
+        *,
+        ema_decay: float = 0.999,
+        precondition_frequency: int = 10,
+        max_preconditioner_dim: int = 4096,
+        elementwise_scale: float = 1e-3,
+        whiten: bool | str = "auto",
+        split: Sections | list[Sections] = None,
+        split_dim: int | list[int] = 0,
+        stacked: bool | list[bool] = False,
+        oversized: Oversized = "blocks",
+        refresh_method: str = "qr",
+        refresh_growth: float | None = 1.3,
+        spread_refreshes: bool = True,
+        maximize: bool = False,
+        foreach: bool | None = None,
+        capturable: bool = False,
+        differentiable: bool = False,
+        fused: bool | None = None,
+    ) -> None:
+        refuse_unsupported(amsgrad=amsgrad, capturable=capturable, differentiable=differentiable, fused=fused)
+        defaults = {
+            "lr": lr,
+            "betas": tuple(betas),
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "ema_decay": ema_decay,
+            "precondition_frequency": precondition_frequency,
+            "max_preconditioner_dim": max_preconditioner_dim,
+            "elementwise_scale": elementwise_scale,
+            "whiten": whiten,
+            "split": split,
+            "split_dim": split_dim,
+            "stacked": stacked,
+            "oversized": oversized,
+            "refresh_method": refresh_method,
+            "refresh_growth": refresh_growth,
+            "spread_refreshes": spread_refreshes,
+            "maximize": maximize,
+            "training": True,
+        }
+        self._make_books()
+        super().__init__(params, defaults)
+
+    def _make_books(self) -> None:
+        self._books: list[GroupBooks] = []
+        self._gradient_faults = Faults(GRADIENT_FAULT_LIMIT)
+        self._decomposition_faults = Faults(DECOMPOSITION_FAULT_LIMIT)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group, with its state; it joins in the mode that the optimizer is in."""
+        super().add_param_group(param_group)
+        group = self.param_groups[-1]
+        try:
+            check_group(group)
+            group["betas"] = tuple(float(beta) for beta in group["betas"])
+            books = GroupBooks(group)
+        except ValueError:
+            self.param_groups.pop()
+            raise
+        group["training"] = self.training
+        self._books.append(books)
+        books.link(self.state)
+        if not self.training:
+            self._keep_weights(books)
+
+    @property
+    def training(self) -> bool:
+        """Whether the model holds the weights being trained (True) or the averaged ones (False)."""
+        return bool(self.param_groups[0]["training"])
+
+    @overload
+    def step(self, closure: None = None) -> None: ...
+
+    @overload
+    def step(self, closure: Callable[[], float]) -> float: ...
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        """Update every parameter that has a gradient; the others and their state stay as they are.
+
+        Args:
+            closure: evaluates the model anew and returns the loss; it runs with gradients enabled.
+
+        Raises:
+            RuntimeError: in eval mode; for a sparse gradient; after repeated faults, naming the parameter.
+        """
+        if not self.training:
+            raise RuntimeError(
+                "step() is called while the model holds the averaged weights. "
+                "Call optimizer.train() before training goes on, or evaluate inside `with optimizer.averaged():`."
+            )
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        gradients = self._gradients()
+        with exact_arithmetic({gradient.device.type for of_group in gradients for gradient in of_group.values()}):
+            for group, books, of_group in zip(self.param_groups, self._books, gradients):
+                if of_group:
+                    self._step_group(group, books, of_group)
+        return loss
+
+    def _gradients(self) -> list[dict[int, Tensor]]:
+        """For each group, the finite gradients by position, in the dtype of the state and descending."""
+        present: list[dict[int, Tensor]] = []
+        for books in self._books:
+            present.append({i: p.grad for i, p in books.parameters.items() if p.grad is not None and p.numel()})
+            for position, gradient in present[-1].items():
+                check_gradient(gradient, books.names[position])
+        gradients = []
+        for group, books, found in zip(self.param_groups, self._books, present):
+            finite = _finite(list(found.values()))
+            for position, good in zip(list(found), finite):
+                if good:
+                    self._gradient_faults.clear(books.names[position])
+                    gradient = found[position].to(state_dtype(books.parameters[position].dtype))
+                    found[position] = gradient.neg() if group["maximize"] else gradient
+                else:
+                    del found[position]
+                    self._gradient_faults.report(
+                        books.names[position],
+                        "A gradient that is not finite skips the update",
+                        "Lower the learning rate, clip gradients, or look for the batch that overflows.",
+                    )
+            gradients.append(found)
+        return gradients
+
+    def _step_group(self, group: dict[str, Any], books: GroupBooks, gradients: dict[int, Tensor]) -> None:
+        """One step of a group: directions, weights and averages, then factors and the refreshes that are due."""
+        for position in gradients:
+            self.state[books.parameters[position]]["step"] += 1
+        batches = stack_gradients(books, gradients)
+        updates = self._elementwise_updates(group, books, gradients)
+        updates.update(_whitened_updates(group, books, batches))
+        self._apply(group, books, updates)
+        for batch in batches:
+            batch.bucket.accumulate(batch.G, batch.active, group["betas"][1])
+        self._refresh(group, books, batches)
+
+    def _elementwise_updates(
+        self, group: dict[str, Any], books: GroupBooks, gradients: dict[int, Tensor]
+    ) -> dict[int, Tensor]:
+        positions = [position for position in books.elementwise if position in gradients]
+        if not positions:
+            return {}
+        momenta = [self.state[books.parameters[position]]["momentum"] for position in positions]
+        torch._foreach_lerp_(momenta, [gradients[position] for position in positions], 1 - group["betas"][0])
+        updates = torch._foreach_sign(momenta)
+        torch._foreach_mul_(updates, group["elementwise_scale"])
+        return dict(zip(positions, updates))
+
+    def _apply(self, group: dict[str, Any], books: GroupBooks, updates: dict[int, Tensor]) -> None:
+        """Weights, averages and decay, in the order of the authors' file."""
+        parameters = [books.parameters[position] for position in updates]
+        states = [self.state[parameter] for parameter in parameters]
+        weights = [_full_precision(p, state) for p, state in zip(parameters, states)]
+        lr = float(group["lr"])
+        torch._foreach_add_(weights, list(updates.values()), alpha=-lr)
+        update_averages(
+            [state["average"] for state in states], weights, group["ema_decay"], [state["step"] for state in states]
+        )
+        if group["weight_decay"]:
+            for position, whole in zip(updates, weights):
+                for region, scale in _scaled_regions(books, position, whole):
+                    region.mul_(1 - lr * _scale(scale, group) * group["weight_decay"])
+        for parameter, whole in zip(parameters, weights):
+            if whole is not parameter:
+                parameter.copy_(whole)
+
+    def _refresh(self, group: dict[str, Any], books: GroupBooks, batches: list[Batch]) -> None:
+        """Renew the bases that are due after this step, together for each bucket and method."""
+        started = time.perf_counter()
+        period, growth = group["precondition_frequency"], group["refresh_growth"]
+        for batch in batches:
+            due: dict[Any, list[Slot]] = {}
+            for slot in batch.slots:
+                step = self.state[books.parameters[slot.parameter]]["step"]
+                if refresh_due(step, period, growth, books.offsets[slot.parameter]):
+                    # There is nothing to start a warm iteration from at step 1.
+                    due.setdefault("eigh" if step == 1 else group["refresh_method"], []).append(slot)
+            for method, slots in due.items():
+                failed = batch.bucket.refresh([position for slot in slots for position in slot.matrices], method)
+                books.refreshes += sum(slot.count for slot in slots)
+                self._report_failures(books, slots, failed)
+        books.refresh_seconds += time.perf_counter() - started
+
+    def _report_failures(self, books: GroupBooks, refreshed: list[Slot], failed: set[int]) -> None:
+        for slot in refreshed:
+            name = books.names[slot.parameter] + (f", part {slot.part}" if slot.part else "")
+            if failed.isdisjoint(slot.matrices):
+                self._decomposition_faults.clear(name)
+            else:
+                self._decomposition_faults.report(
+                    name,
+                    "A decomposition that failed in fp32 and fp64 keeps the old eigenbasis",
+                    "Its factors are not finite, or the solver is at fault: scale the loss so that squared gradients "
+                    "are within fp32's range.",
+                )
+
+    def eval(self) -> "SPlus":
+        """Put the averaged weights into the model: for validation, sampling and export. Idempotent."""
+        return self.train(False)
+
+    @torch.no_grad()
+    def train(self, mode: bool = True) -> "SPlus":
+        """Put the weights being trained back into the model, bit for bit (or, with False, as :meth:`eval`). Idempotent.
+
+        Call it outside autocast blocks or inside, its cache of low-precision weights is dropped.
+        """
+        if mode == self.training:
+            return self
+        for group, books in zip(self.param_groups, self._books):
+            if not mode:
+                self._keep_weights(books)
+            for parameter in books.parameters.values():
+                state = self.state[parameter]
+                parameter.copy_(state["weights" if mode else "average"])
+                if mode and parameter.dtype not in LOW_PRECISION:
+                    del state["weights"]
+            group["training"] = mode
+        torch.clear_autocast_cache()
+        return self
+
+    @contextmanager
+    def averaged(self) -> Iterator["SPlus"]:
+        """The averaged weights are in the model inside, what was there before outside, whatever is raised. Nests."""
+        before = self.training
+        self.eval()
+        try:
+            yield self
+        finally:
+            self.train(before)
+
+    def _keep_weights(self, books: GroupBooks) -> None:
+        """Keep the weights being trained in the state while the model holds the average."""
+        for parameter in books.parameters.values():
+            state = self.state[parameter]
+            if parameter.dtype in LOW_PRECISION:
+                _full_precision(parameter, state)
+            else:
+                state["weights"] = parameter.detach().clone()
+
+    def metrics(self) -> list[dict[str, Any]]:
+        """For each group, what its next update looks like; computed when asked for, from the state as it is.
+
+        Returns:
+            Dictionaries with ``name`` (if the group has one), ``update_rms`` (root mean square of lr · s · U over
+            the group's entries), ``basis_drift`` (the largest ‖offdiag(QᵀSQ)‖ / ‖QᵀSQ‖ of a factor),
+            ``orthogonality_error`` (max |QᵀQ - I|), ``refreshes`` (of matrices, so far) and ``refresh_seconds``.
+        """
+        return [group_metrics(group, books, self.state) for group, books in zip(self.param_groups, self._books)]
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load what :meth:`state_dict` returned, of an optimizer with the same groups and parameters.
+
+        Parameters match by name if both sides have names, else by position. Values are copied into the state at
+        hand: it keeps its dtype and device and shares nothing with ``state_dict``. Hyperparameters and mode come from
+        the file, as for every torch optimizer; the model's weights are not touched, so load those of the same time.
+
+        Raises:
+            ValueError: groups, names, shapes or structural options differ; nothing has been changed then.
+        """
+        load_optimizer_state(self, state_dict)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._make_books()
+        for group in self.param_groups:
+            self._books.append(GroupBooks(group))
+            self._books[-1].link(self.state)
+
+
+def _finite(tensors: list[Tensor]) -> list[bool]:
+    """Whether all entries of each tensor are finite; one device synchronisation."""
+    if not tensors:
+        return []
+    largest = torch._foreach_norm(tensors, torch.inf)
+    return torch.stack([value.to(tensors[0].device, torch.float64) for value in largest]).isfinite().tolist()
+
+
+def _whitened_updates(group: dict[str, Any], books: GroupBooks, batches: list[Batch]) -> dict[int, Tensor]:
+    pieces: dict[int, dict[int, Tensor]] = {}
+    for batch in batches:
+        U = batch.bucket.direction(batch.G, batch.active, group["betas"][0], group["eps"])
+        U.mul_(_scale(batch.bucket.plan.scale, group))
+        for slot, piece in zip(batch.slots, U.split([slot.count for slot in batch.slots])):
+            pieces.setdefault(slot.parameter, {})[slot.part] = piece
+    return {position: books.layouts[position].join([of[i] for i in sorted(of)]) for position, of in pieces.items()}
+
+
+def _scale(scale: float | None, group: dict[str, Any]) -> float:
+    return float(group["elementwise_scale"]) if scale is None else scale
+
+
+def _scaled_regions(books: GroupBooks, position: int, whole: Tensor) -> Sequence[tuple[Tensor, float | None]]:
+    layout = books.layouts.get(position)
+    return [(whole, None)] if layout is None else layout.scaled_regions(whole)
+
+
+def _full_precision(parameter: Tensor, state: dict[str, Any]) -> Tensor:
+    """The weights being trained: the parameter, or the fp32 copy of a low-precision one.
+
+    Entries of the parameter that are no longer the rounded copy were set by someone else since, and win.
+    """
+    if parameter.dtype not in LOW_PRECISION:
+        return parameter
+    weights: Tensor = state["weights"]
+    return torch.where(weights.to(parameter.dtype) == parameter, weights, parameter.to(weights.dtype), out=weights)

@@ -1,0 +1,29 @@
+"""Step sizes: the scale a matrix's shape gives, and a first learning rate from one tuned for Adam."""
+
+# Learning rate of SPlus over (Adam's learning rate times hidden size), arXiv 2506.07254v2, section 7.
+ADAM_CONVERSION = 2.0
+
+
+def shape_scale(m: int, n: int) -> float:
+    """The shape-aware scale 2 / (m + n) of an m×n matrix (arXiv 2506.07254, section 4.3).
+
+    A whitened direction has root-mean-square entries of 1, so the scaled step has a Frobenius norm of
+    lr · 2√(mn) / (m + n), which no width changes while the aspect ratio stays.
+    """
+    return 2.0 / (m + n)
+
+
+def lr_from_adam(adam_lr: float, hidden_size: int) -> float:
+    """A first learning rate for :class:`~splus.SPlus` from one that works for Adam.
+
+    ``adam_lr · hidden_size · 2``, the conversion of arXiv 2506.07254v2, section 7 (which also gives a flat 0.2).
+
+    Args:
+        adam_lr: Adam's learning rate, positive.
+        hidden_size: width of the model's residual stream, in features.
+    """
+    if not adam_lr > 0:
+        raise ValueError(f"adam_lr={adam_lr} is given; a learning rate tuned for Adam is positive, such as 1e-3.")
+    if hidden_size < 1:
+        raise ValueError(f"hidden_size={hidden_size} is given; it is the width of the model, 1 or more.")
+    return adam_lr * hidden_size * ADAM_CONVERSION
