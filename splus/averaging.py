@@ -1,10 +1,15 @@
-"""The averaged weights: an exponential moving average that is right from the first step on."""
+"""The averaged weights: an exponential moving average that is right from the first step on, and its swap."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
+
+from splus.precision import LOW_PRECISION, full_precision
+
+State = Mapping[Tensor, dict[str, Any]]
 
 
 def averaging_weight(decay: float, step: int) -> float:
@@ -22,7 +27,32 @@ def averaging_weight(decay: float, step: int) -> float:
 
 
 def update_averages(averages: Sequence[Tensor], weights: Sequence[Tensor], decay: float, steps: Sequence[int]) -> None:
-    """In place, move each average towards its weights, which have been updated ``steps[i]`` times (this one included)."""
+    """In place, move each average towards its weights, which have been updated ``steps[i]`` times by now."""
     for step in sorted(set(steps)):
         chosen = [i for i, taken in enumerate(steps) if taken == step]
         torch._foreach_lerp_([averages[i] for i in chosen], [weights[i] for i in chosen], averaging_weight(decay, step))
+
+
+def put_in_averages(parameters: Iterable[Tensor], state: State) -> None:
+    """Put the averages into the model; the weights being trained stay in the state meanwhile."""
+    parameters = list(parameters)
+    keep_weights(parameters, state)
+    for parameter in parameters:
+        parameter.copy_(state[parameter]["average"])
+
+
+def put_back_weights(parameters: Iterable[Tensor], state: State) -> None:
+    """Put the weights being trained back into the model, bit for bit."""
+    for parameter in parameters:
+        parameter.copy_(state[parameter]["weights"])
+        if parameter.dtype not in LOW_PRECISION:
+            del state[parameter]["weights"]
+
+
+def keep_weights(parameters: Iterable[Tensor], state: State) -> None:
+    """Keep the weights being trained in the state, which always has them for low-precision parameters."""
+    for parameter in parameters:
+        if parameter.dtype in LOW_PRECISION:
+            full_precision(parameter, state[parameter])
+        else:
+            state[parameter]["weights"] = parameter.detach().clone()

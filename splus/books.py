@@ -1,4 +1,4 @@
-"""What the optimizer keeps for one parameter group: how each parameter is cut, the buckets, and the state made of them."""
+"""What the optimizer keeps for one parameter group: the plan, the buckets, and the state made of them."""
 
 import math
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence

@@ -1,9 +1,9 @@
 """A parameter seen as batches of matrices, and back.
 
 A parameter is first a stack of E matrices with M rows and N columns: a 2-D weight is (1, M, N), a convolution
-(out, in, *k) is (1, out, in·k), stacked experts (E, M, N) are themselves. Its rows (or columns) may be cut into sections
-that are matrices of their own, as q, k and v of a fused projection; a side that is too long is cut into blocks, which
-share the step size of the section they come from. Runs of equal pieces make one regular grid, a :class:`Part`:
+(out, in, *k) is (1, out, in·k), stacked experts (E, M, N) are themselves. Its rows (or columns) may be cut into
+sections that are matrices of their own, as q, k and v of a fused projection; a side that is too long is cut into
+blocks, which share the step size of the section they come from. Runs of equal pieces make one regular grid, a :class:`Part`:
 
     fused (3d, d), split 3          sides of 5 and 3, limit 2
     ┌───┐                           ┌──┬──┬─┐
@@ -162,7 +162,9 @@ def section_sizes(side: int, split: Sections) -> tuple[int, ...]:
             raise ValueError(f"split={split} is given for a side of {side}; the number of sections must divide it.")
         return (side // split,) * split
     if sum(split) != side or min(split) < 1:
-        raise ValueError(f"split={split} is given for a side of {side}; the sections must be positive and add up to it.")
+        raise ValueError(
+            f"split={split} is given for a side of {side}; the sections must be positive and add up to it."
+        )
     return tuple(split)
 
 

@@ -14,7 +14,9 @@ from splus.update import whitened_direction
 
 
 @torch.no_grad()
-def group_metrics(group: Mapping[str, Any], books: GroupBooks, state: Mapping[Tensor, dict[str, Any]]) -> dict[str, Any]:
+def group_metrics(
+    group: Mapping[str, Any], books: GroupBooks, state: Mapping[Tensor, dict[str, Any]]
+) -> dict[str, Any]:
     """The metrics of one group; see :meth:`splus.SPlus.metrics`."""
     lr, constant = float(group["lr"]), group["elementwise_scale"]
     squares, entries, drift, error = 0.0, 0, 0.0, 0.0

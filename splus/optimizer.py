@@ -1,7 +1,6 @@
 """SPlus: Shampoo in a cached eigenbasis with instantaneous normalization (arXiv 2506.07254), as a torch optimizer."""
 
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, overload
 
@@ -10,15 +9,14 @@ from torch import Tensor
 from torch.optim.optimizer import Optimizer, ParamsT
 
 from splus.arguments import check_gradient, check_group, refuse_unsupported
-from splus.averaging import update_averages
-from splus.books import Batch, GroupBooks, stack_gradients
-from splus.eigenbasis import refresh_due
+from splus.averaging import keep_weights, put_back_weights, put_in_averages
+from splus.books import GroupBooks
 from splus.faults import Faults
 from splus.loading import load_optimizer_state
 from splus.matrices import Oversized, Sections
 from splus.metrics import group_metrics
-from splus.plan import Slot
-from splus.precision import LOW_PRECISION, exact_arithmetic, state_dtype
+from splus.phases import step_group
+from splus.precision import exact_arithmetic, state_dtype
 
 # A run that skips this many batches in a row for a gradient that is not finite is not training any more.
 # GradScaler, which halves its scale at each, gets from 2**16 to 2**6 in as many.
@@ -151,7 +149,7 @@ class SPlus(Optimizer):
         self._books.append(books)
         books.link(self.state)
         if not self.training:
-            self._keep_weights(books)
+            keep_weights(books.parameters.values(), self.state)
 
     @property
     def training(self) -> bool:
@@ -187,7 +185,7 @@ class SPlus(Optimizer):
         with exact_arithmetic({gradient.device.type for of_group in gradients for gradient in of_group.values()}):
             for group, books, of_group in zip(self.param_groups, self._books, gradients):
                 if of_group:
-                    self._step_group(group, books, of_group)
+                    step_group(group, books, self.state, of_group, self._decomposition_faults)
         return loss
 
     def _gradients(self) -> list[dict[int, Tensor]]:
@@ -215,78 +213,6 @@ class SPlus(Optimizer):
             gradients.append(found)
         return gradients
 
-    def _step_group(self, group: dict[str, Any], books: GroupBooks, gradients: dict[int, Tensor]) -> None:
-        """One step of a group: directions, weights and averages, then factors and the refreshes that are due."""
-        for position in gradients:
-            self.state[books.parameters[position]]["step"] += 1
-        batches = stack_gradients(books, gradients)
-        updates = self._elementwise_updates(group, books, gradients)
-        updates.update(_whitened_updates(group, books, batches))
-        self._apply(group, books, updates)
-        for batch in batches:
-            batch.bucket.accumulate(batch.G, batch.active, group["betas"][1])
-        self._refresh(group, books, batches)
-
-    def _elementwise_updates(
-        self, group: dict[str, Any], books: GroupBooks, gradients: dict[int, Tensor]
-    ) -> dict[int, Tensor]:
-        positions = [position for position in books.elementwise if position in gradients]
-        if not positions:
-            return {}
-        momenta = [self.state[books.parameters[position]]["momentum"] for position in positions]
-        torch._foreach_lerp_(momenta, [gradients[position] for position in positions], 1 - group["betas"][0])
-        updates = torch._foreach_sign(momenta)
-        torch._foreach_mul_(updates, group["elementwise_scale"])
-        return dict(zip(positions, updates))
-
-    def _apply(self, group: dict[str, Any], books: GroupBooks, updates: dict[int, Tensor]) -> None:
-        """Weights, averages and decay, in the order of the authors' file."""
-        parameters = [books.parameters[position] for position in updates]
-        states = [self.state[parameter] for parameter in parameters]
-        weights = [_full_precision(p, state) for p, state in zip(parameters, states)]
-        lr = float(group["lr"])
-        torch._foreach_add_(weights, list(updates.values()), alpha=-lr)
-        update_averages(
-            [state["average"] for state in states], weights, group["ema_decay"], [state["step"] for state in states]
-        )
-        if group["weight_decay"]:
-            for position, whole in zip(updates, weights):
-                for region, scale in _scaled_regions(books, position, whole):
-                    region.mul_(1 - lr * _scale(scale, group) * group["weight_decay"])
-        for parameter, whole in zip(parameters, weights):
-            if whole is not parameter:
-                parameter.copy_(whole)
-
-    def _refresh(self, group: dict[str, Any], books: GroupBooks, batches: list[Batch]) -> None:
-        """Renew the bases that are due after this step, together for each bucket and method."""
-        started = time.perf_counter()
-        period, growth = group["precondition_frequency"], group["refresh_growth"]
-        for batch in batches:
-            due: dict[Any, list[Slot]] = {}
-            for slot in batch.slots:
-                step = self.state[books.parameters[slot.parameter]]["step"]
-                if refresh_due(step, period, growth, books.offsets[slot.parameter]):
-                    # There is nothing to start a warm iteration from at step 1.
-                    due.setdefault("eigh" if step == 1 else group["refresh_method"], []).append(slot)
-            for method, slots in due.items():
-                failed = batch.bucket.refresh([position for slot in slots for position in slot.matrices], method)
-                books.refreshes += sum(slot.count for slot in slots)
-                self._report_failures(books, slots, failed)
-        books.refresh_seconds += time.perf_counter() - started
-
-    def _report_failures(self, books: GroupBooks, refreshed: list[Slot], failed: set[int]) -> None:
-        for slot in refreshed:
-            name = books.names[slot.parameter] + (f", part {slot.part}" if slot.part else "")
-            if failed.isdisjoint(slot.matrices):
-                self._decomposition_faults.clear(name)
-            else:
-                self._decomposition_faults.report(
-                    name,
-                    "A decomposition that failed in fp32 and fp64 keeps the old eigenbasis",
-                    "Its factors are not finite, or the solver is at fault: scale the loss so that squared gradients "
-                    "are within fp32's range.",
-                )
-
     def eval(self) -> "SPlus":
         """Put the averaged weights into the model: for validation, sampling and export. Idempotent."""
         return self.train(False)
@@ -300,13 +226,10 @@ class SPlus(Optimizer):
         if mode == self.training:
             return self
         for group, books in zip(self.param_groups, self._books):
-            if not mode:
-                self._keep_weights(books)
-            for parameter in books.parameters.values():
-                state = self.state[parameter]
-                parameter.copy_(state["weights" if mode else "average"])
-                if mode and parameter.dtype not in LOW_PRECISION:
-                    del state["weights"]
+            if mode:
+                put_back_weights(books.parameters.values(), self.state)
+            else:
+                put_in_averages(books.parameters.values(), self.state)
             group["training"] = mode
         torch.clear_autocast_cache()
         return self
@@ -320,15 +243,6 @@ class SPlus(Optimizer):
             yield self
         finally:
             self.train(before)
-
-    def _keep_weights(self, books: GroupBooks) -> None:
-        """Keep the weights being trained in the state while the model holds the average."""
-        for parameter in books.parameters.values():
-            state = self.state[parameter]
-            if parameter.dtype in LOW_PRECISION:
-                _full_precision(parameter, state)
-            else:
-                state["weights"] = parameter.detach().clone()
 
     def metrics(self) -> list[dict[str, Any]]:
         """For each group, what its next update looks like; computed when asked for, from the state as it is.
@@ -366,33 +280,3 @@ def _finite(tensors: list[Tensor]) -> list[bool]:
         return []
     largest = torch._foreach_norm(tensors, torch.inf)
     return torch.stack([value.to(tensors[0].device, torch.float64) for value in largest]).isfinite().tolist()
-
-
-def _whitened_updates(group: dict[str, Any], books: GroupBooks, batches: list[Batch]) -> dict[int, Tensor]:
-    pieces: dict[int, dict[int, Tensor]] = {}
-    for batch in batches:
-        U = batch.bucket.direction(batch.G, batch.active, group["betas"][0], group["eps"])
-        U.mul_(_scale(batch.bucket.plan.scale, group))
-        for slot, piece in zip(batch.slots, U.split([slot.count for slot in batch.slots])):
-            pieces.setdefault(slot.parameter, {})[slot.part] = piece
-    return {position: books.layouts[position].join([of[i] for i in sorted(of)]) for position, of in pieces.items()}
-
-
-def _scale(scale: float | None, group: dict[str, Any]) -> float:
-    return float(group["elementwise_scale"]) if scale is None else scale
-
-
-def _scaled_regions(books: GroupBooks, position: int, whole: Tensor) -> Sequence[tuple[Tensor, float | None]]:
-    layout = books.layouts.get(position)
-    return [(whole, None)] if layout is None else layout.scaled_regions(whole)
-
-
-def _full_precision(parameter: Tensor, state: dict[str, Any]) -> Tensor:
-    """The weights being trained: the parameter, or the fp32 copy of a low-precision one.
-
-    Entries of the parameter that are no longer the rounded copy were set by someone else since, and win.
-    """
-    if parameter.dtype not in LOW_PRECISION:
-        return parameter
-    weights: Tensor = state["weights"]
-    return torch.where(weights.to(parameter.dtype) == parameter, weights, parameter.to(weights.dtype), out=weights)

@@ -1,10 +1,10 @@
 """Which matrices share a bucket, and on which step each refreshes. Made once for a group, from shapes alone.
 
-    parameters           parts                    buckets
-    qkv   (3d, d) ──── 3 of (d, d) ───┬──────── (d, d):   q k v o      every bucket is one batch, a few products
-    out    (d, d) ──── 1 of (d, d) ───┘                                 a step whatever the number of layers
-    up    (4d, d) ──── 1 of (4d, d) ─────────── (4d, d):  up
-    down  (d, 4d) ──── 1 of (d, 4d) ─────────── (d, 4d):  down
+parameters           parts                    buckets
+qkv   (3d, d) ──── 3 of (d, d) ───┬──────── (d, d):   q k v o      every bucket is one batch, a few products
+out    (d, d) ──── 1 of (d, d) ───┘                                 a step whatever the number of layers
+up    (4d, d) ──── 1 of (4d, d) ─────────── (4d, d):  up
+down  (d, 4d) ──── 1 of (d, 4d) ─────────── (d, 4d):  down
 """
 
 import heapq

@@ -1,10 +1,11 @@
 """Arithmetic as written: the caller's reduced-precision settings stay out of the optimizer's products."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
+from torch import Tensor
 
 LOW_PRECISION = (torch.bfloat16, torch.float16)
 
@@ -12,6 +13,17 @@ LOW_PRECISION = (torch.bfloat16, torch.float16)
 def state_dtype(dtype: torch.dtype) -> torch.dtype:
     """The dtype of factors, bases, momentum and averages: fp64 for fp64 parameters, fp32 for all others."""
     return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def full_precision(parameter: Tensor, state: Mapping[str, Any]) -> Tensor:
+    """The weights being trained: the parameter itself, or the fp32 copy ``state["weights"]`` of a low-precision one.
+
+    Entries of the parameter that are no longer the rounded copy were set by someone else since, and win.
+    """
+    if parameter.dtype not in LOW_PRECISION:
+        return parameter
+    weights: Tensor = state["weights"]
+    return torch.where(weights.to(parameter.dtype) == parameter, weights, parameter.to(weights.dtype), out=weights)
 
 
 @contextmanager
