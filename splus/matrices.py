@@ -3,7 +3,8 @@
 A parameter is first a stack of E matrices with M rows and N columns: a 2-D weight is (1, M, N), a convolution
 (out, in, *k) is (1, out, in·k), stacked experts (E, M, N) are themselves. Its rows (or columns) may be cut into
 sections that are matrices of their own, as q, k and v of a fused projection; a side that is too long is cut into
-blocks, which share the step size of the section they come from. Runs of equal pieces make one regular grid, a :class:`Part`:
+blocks, which share the step size of the section they come from. Runs of equal pieces make one regular grid, a
+:class:`Part`:
 
     fused (3d, d), split 3          sides of 5 and 3, limit 2
     ┌───┐                           ┌──┬──┬─┐

@@ -1,0 +1,121 @@
+"""The rule of SPlus, slow and plain: one parameter at a time, fp64, no batches. Every fast path is held to it.
+
+For a matrix (m, n): G gradient, M momentum, L (m, m) and R (n, n) factors, Q_L and Q_R their eigenbases with
+eigenvectors in columns, W weights, A averages without bias correction.
+"""
+
+import math
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+
+class Reference:
+    """One matrix stepped by the rule, or with ``whitened=False`` one parameter of any shape by the elementwise rule.
+
+    ``scale`` replaces 2/(m+n). ``left`` and ``right`` say which sides are rotated.
+    """
+
+    def __init__(
+        self,
+        weights: Tensor,
+        lr: float = 0.1,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-6,
+        weight_decay: float = 1e-2,
+        ema_decay: float = 0.999,
+        precondition_frequency: int = 10,
+        refresh_growth: float | None = 1.3,
+        refresh_method: str = "qr",
+        offset: int = 0,
+        scale: float | None = None,
+        whitened: bool = True,
+        left: bool = True,
+        right: bool = True,
+    ) -> None:
+        self.lr, (self.beta1, self.beta2), self.eps = lr, betas, eps
+        self.decay, self.rho = weight_decay, ema_decay
+        self.schedule = (precondition_frequency, refresh_growth, offset)
+        self.method, self.whitened, self.left, self.right = refresh_method, whitened, left, right
+        self.t = 0
+        self.W = weights.detach().to(torch.float64, copy=True)
+        self.M, self.A = torch.zeros_like(self.W), torch.zeros_like(self.W)
+        if whitened:
+            m, n = self.W.shape
+            self.L, self.R = torch.zeros(m, m, dtype=torch.float64), torch.zeros(n, n, dtype=torch.float64)
+            self.Q_L, self.Q_R = torch.eye(m, dtype=torch.float64), torch.eye(n, dtype=torch.float64)
+            scale = 2 / (m + n) if scale is None else scale
+        self.s = 1e-3 if scale is None else scale
+
+    def step(self, gradient: Tensor) -> None:
+        G = gradient.to(torch.float64)
+        self.t += 1
+        self.M = self.beta1 * self.M + (1 - self.beta1) * G
+        U = self.direction() if self.whitened else self.M.sign()
+        self.W = self.W - self.lr * self.s * U
+        self.A = self.rho * self.A + (1 - self.rho) * self.W
+        self.W = self.W * (1 - self.lr * self.s * self.decay)
+        if self.whitened:
+            self.L = self.beta2 * self.L + (1 - self.beta2) * G @ G.T
+            self.R = self.beta2 * self.R + (1 - self.beta2) * G.T @ G
+            if self.t in refresh_steps(self.t, *self.schedule):
+                method = "eigh" if self.t == 1 else self.method
+                self.Q_L = new_basis(self.L, self.Q_L, method) if self.left else self.Q_L
+                self.Q_R = new_basis(self.R, self.Q_R, method) if self.right else self.Q_R
+
+    def direction(self) -> Tensor:
+        """U: the signs of the rotated momentum, rotated back; entries that are noise count as zero."""
+        X = self.Q_L.T @ self.M @ self.Q_R
+        noise = self.eps * math.sqrt(float((X**2).sum()))
+        signs = [[0.0 if abs(x) < noise or x == 0 else math.copysign(1.0, x) for x in row] for row in X.tolist()]
+        return self.Q_L @ torch.tensor(signs, dtype=torch.float64) @ self.Q_R.T
+
+    @property
+    def average(self) -> Tensor:
+        """The bias-corrected average, at which the model is evaluated."""
+        return self.A / (1 - self.rho**self.t)
+
+
+def refresh_steps(last: int, period: int, growth: float | None, offset: int = 0) -> set[int]:
+    """The steps from 1 to ``last`` that end with a refresh.
+
+    At step 1. Then at growth, growth², growth³, … rounded up, as long as intervals that grow so, step · (growth - 1),
+    are shorter than the period. From there on at its multiples, moved forward by ``offset``.
+    """
+    steps, periodic = {1}, range(period - offset, last + 1, period)
+    if growth is not None:
+        mark = growth
+        while math.ceil(mark) * (growth - 1) < period:
+            steps.add(math.ceil(mark))
+            mark *= growth
+    steps |= {step for step in periodic if growth is None or step * (growth - 1) >= period}
+    return {step for step in steps if step <= last}
+
+
+def new_basis(S: Tensor, Q: Tensor, method: str) -> Tensor:
+    """The eigenvectors of S (n, n): all anew, or by one orthogonal iteration from Q with the strongest first."""
+    if method == "eigh":
+        return torch.linalg.eigh(S).eigenvectors
+    columns = sorted(Q.T, key=lambda q: float(q @ S @ q), reverse=True)
+    basis: list[Tensor] = []
+    for image in [S @ q for q in columns]:
+        for q in basis * 2:  # Gram–Schmidt; once over leaves rounding, twice is orthogonal
+            image = image - (q @ image) * q
+        basis.append(image / image.norm())
+    return torch.stack(basis, dim=1)
+
+
+def draws(steps: int, *shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:
+    """Random gradients (steps, *shape); any of them has full rank."""
+    return torch.randn(steps, *shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+
+
+def drive(
+    optimizer: torch.optim.Optimizer, parameters: Sequence[Tensor], gradients: Iterable[Sequence[Tensor | None]]
+) -> None:
+    """Step once for each list of gradients, one for each parameter (None for none)."""
+    for of_step in gradients:
+        for parameter, gradient in zip(parameters, of_step):
+            parameter.grad = gradient if gradient is None else gradient.clone()
+        optimizer.step()

@@ -1,0 +1,20 @@
+"""Configurations of runs, as `python -m train` makes them."""
+
+from pathlib import Path
+
+from hydra import compose, initialize_config_dir
+from omegaconf import DictConfig
+
+import train.config  # noqa: F401  (registers the resolvers)
+
+ROOT = Path(__file__).resolve().parent.parent
+OBJECTIVES = ("language_modelling", "image_classification", "diffusion")
+
+
+def configuration(*overrides: str) -> DictConfig:
+    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
+        return compose("config", overrides=list(overrides))
+
+
+def smoke(objective: str = "language_modelling", optimizer: str = "adam", *overrides: str) -> DictConfig:
+    return configuration("preset=smoke", f"objective={objective}", f"optimizer={optimizer}", *overrides)

@@ -1,0 +1,58 @@
+"""The configuration files: every one composes, and says the same of every optimizer."""
+
+from itertools import product
+
+import pytest
+from omegaconf import OmegaConf
+from omegaconf.errors import InterpolationResolutionError
+from runs import OBJECTIVES, ROOT, configuration
+
+from train.config import config_hash, training_config
+
+
+def options(group: str) -> list[str]:
+    return sorted(path.stem for path in (ROOT / "conf" / group).glob("*.yaml"))
+
+
+@pytest.mark.parametrize("preset", options("preset"))
+@pytest.mark.parametrize("schedule", options("schedule"))
+def test_every_combination_composes_with_nothing_missing(schedule, preset):
+    for objective, optimizer in product(options("objective"), options("optimizer")):
+        config = configuration(
+            f"objective={objective}", f"optimizer={optimizer}", f"schedule={schedule}", f"preset={preset}"
+        )
+        OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
+
+
+def test_every_file_of_the_groups_model_and_data_belongs_to_an_objective():
+    for group in ("model", "data"):
+        targets = {configuration(f"objective={objective}")[group]._target_ for objective in OBJECTIVES}
+        assert {OmegaConf.load(ROOT / "conf" / group / f"{name}.yaml")._target_ for name in options(group)} == targets
+
+
+@pytest.mark.parametrize("objective", OBJECTIVES)
+def test_optimizers_share_every_setting_but_their_own(objective):
+    first, *others = (
+        training_config(configuration(f"objective={objective}", f"optimizer={name}")) for name in options("optimizer")
+    )
+    assert all(first | {"optimizer": None} == other | {"optimizer": None} for other in others)
+    assert all(first["optimizer"]["weight_decay"] == other["optimizer"]["weight_decay"] for other in others)
+
+
+@pytest.mark.parametrize(("steps", "decay"), [(10_000, 0.999), (10**6, 0.999), (300, 1 - 10 / 300), (12, 0.5)])
+def test_averaging_decay_follows_the_length_of_the_run(steps, decay):
+    assert configuration("optimizer=splus", f"steps={steps}").optimizer.ema_decay == decay
+
+
+def test_heads_keep_their_size_when_the_width_grows():
+    assert configuration("preset=quick", "model.width=64").model.heads == 2
+    assert configuration("preset=quick", "model.width=256").model.heads == 8
+    with pytest.raises(InterpolationResolutionError, match=r"width=100 is not a multiple of preset.head_size=32"):
+        _ = configuration("preset=quick", "model.width=100").model.heads
+
+
+def test_hash_stands_for_the_training_and_not_for_where_it_is_kept():
+    base = config_hash(configuration())
+    assert base == config_hash(configuration("directory=elsewhere", "wandb.mode=offline", "keep_checkpoint=true"))
+    assert base != config_hash(configuration("seed=1"))
+    assert base != config_hash(configuration("optimizer.lr=0.3"))

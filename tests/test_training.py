@@ -1,0 +1,311 @@
+"""Runs: repeatable, resumable bit for bit, and leaving what others read."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from omegaconf import OmegaConf
+from runs import OBJECTIVES, ROOT, smoke
+from torch import Generator, nn
+
+from splus.averaging import averaging_weight
+from train.loop import run
+from train.objectives import Objective
+from train.optimizers import build_optimizer
+from train.schedules import constant, linear_decay
+from train.trainer import Averages, Trainer
+
+STEPS, LAST_CHECKPOINT, KILLED_IN = 12, 4, 7
+
+
+def lines(directory: Path, kind: str) -> list[dict]:
+    """The metrics of a kind, without the clock."""
+    metrics = map(json.loads, (directory / "metrics.jsonl").read_text().splitlines())
+    return [{k: v for k, v in line.items() if k != "seconds"} for line in metrics if line["kind"] == kind]
+
+
+def seconds(directory: Path, weights: str) -> list[float]:
+    metrics = map(json.loads, (directory / "metrics.jsonl").read_text().splitlines())
+    return [line["seconds"] for line in metrics if line.get("weights") == weights]
+
+
+def assert_same_run(first: Path, second: Path) -> None:
+    """Same hash of the final weights, and the same lines but for the clock."""
+    results = [json.loads((directory / "result.json").read_text()) for directory in (first, second)]
+    assert results[0] | {"seconds": 0} == results[1] | {"seconds": 0}
+    for kind in ("train", "validation"):
+        assert lines(first, kind) == lines(second, kind)
+
+
+def python(*arguments: str, directory: Path = ROOT) -> subprocess.CompletedProcess:
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": str(torch.get_num_threads())}
+    return subprocess.run([sys.executable, *arguments], cwd=directory, env=environment, capture_output=True, text=True)
+
+
+@pytest.mark.parametrize("objective", OBJECTIVES)
+@pytest.mark.parametrize("optimizer", ["adam", "splus"])
+def test_one_seed_gives_one_run_however_often_in_a_process(tmp_path, objective, optimizer):
+    for i in range(3):
+        torch.manual_seed(i)
+        run(smoke(objective, optimizer), tmp_path / str(i), progress=False)
+        assert_same_run(tmp_path / "0", tmp_path / str(i))
+
+
+def test_another_seed_gives_another_run(tmp_path):
+    first, second = (run(smoke("language_modelling", "adam", f"seed={i}"), tmp_path / str(i), False) for i in (0, 1))
+    assert first["hash"] != second["hash"]
+
+
+@pytest.mark.parametrize("objective", OBJECTIVES)
+def test_optimizers_start_from_the_same_weights_and_batches(tmp_path, objective):
+    for optimizer in ("adam", "splus"):
+        run(smoke(objective, optimizer), tmp_path / optimizer, progress=False)
+    assert lines(tmp_path / "adam", "validation")[0] == lines(tmp_path / "splus", "validation")[0]
+    assert lines(tmp_path / "adam", "train")[0]["loss"] == lines(tmp_path / "splus", "train")[0]["loss"]
+
+
+@pytest.mark.parametrize(("objective", "optimizer"), [("language_modelling", "adam"), ("diffusion", "splus")])
+def test_killed_run_continues_bit_for_bit(tmp_path, objective, optimizer):
+    config = smoke(objective, optimizer)
+    killed, whole = tmp_path / "killed", tmp_path / "whole"
+    OmegaConf.save(config, tmp_path / "config.yaml")
+    script = f"""
+import os, pathlib, signal, torch
+from omegaconf import OmegaConf
+from train.loop import run
+from train.trainer import Trainer
+
+class Killed(Trainer):
+    def backward(self, batch):
+        loss = super().backward(batch)
+        if self.step == {KILLED_IN}:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return loss
+
+import train.loop
+train.loop.Trainer = Killed
+run(OmegaConf.load({str(tmp_path / "config.yaml")!r}), pathlib.Path({str(killed)!r}), progress=False)
+"""
+    assert python("-c", script).returncode == -signal.SIGKILL
+    assert len(lines(killed, "train")) == KILLED_IN
+    assert torch.load(killed / "checkpoint.pt", weights_only=True)["step"] == LAST_CHECKPOINT
+    run(config, whole, progress=False)
+    run(config, killed, progress=False)
+    assert_same_run(killed, whole)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_leaves_a_checkpoint_that_continues_bit_for_bit(tmp_path, monkeypatch, capsys, number):
+    config = smoke("image_classification", "splus")
+
+    def interrupted(self: Trainer, batch: tuple) -> float:
+        if self.step == KILLED_IN - 1:
+            os.kill(os.getpid(), number)
+        return backward(self, batch)
+
+    backward = Trainer.backward
+    with monkeypatch.context() as patch:
+        patch.setattr(Trainer, "backward", interrupted)
+        with pytest.raises(SystemExit) as stopped:
+            run(config, tmp_path / "stopped", progress=False)
+    assert stopped.value.code == 128 + number
+    assert f"Stopped at step {KILLED_IN}; the same command continues from" in capsys.readouterr().err
+    assert torch.load(tmp_path / "stopped" / "checkpoint.pt", weights_only=True)["step"] == KILLED_IN
+    assert signal.getsignal(number) in (signal.SIG_DFL, signal.default_int_handler)
+    run(config, tmp_path / "stopped", progress=False)
+    run(config, tmp_path / "whole", progress=False)
+    assert_same_run(tmp_path / "stopped", tmp_path / "whole")
+
+
+def test_half_a_line_and_a_half_written_checkpoint_do_no_harm(tmp_path, monkeypatch):
+    config = smoke()
+    with monkeypatch.context() as patch:
+        patch.setattr("train.loop.evaluate", raise_after_checkpoint)
+        with pytest.raises(KeyboardInterrupt):
+            run(config, tmp_path / "cut", progress=False)
+    with (tmp_path / "cut" / "metrics.jsonl").open("a") as metrics:
+        metrics.write('{"kind": "tra')
+    (tmp_path / "cut" / "checkpoint.pt.new").write_bytes(b"half")
+    run(config, tmp_path / "cut", progress=False)
+    run(config, tmp_path / "whole", progress=False)
+    assert_same_run(tmp_path / "cut", tmp_path / "whole")
+
+
+def raise_after_checkpoint(trainer: Trainer, record) -> None:
+    if trainer.step > LAST_CHECKPOINT:
+        raise KeyboardInterrupt
+    for weights, clock, measures in trainer.evaluate():
+        record.validation(trainer.step, clock, weights, measures)
+
+
+def test_run_that_has_ended_is_returned_and_not_run_again(tmp_path, monkeypatch):
+    config = smoke()
+    result = run(config, tmp_path, progress=False)
+    monkeypatch.setattr("train.loop.Trainer", None)
+    assert run(config, tmp_path, progress=False) == result
+
+
+def test_directory_of_another_configuration_is_refused_by_what_differs(tmp_path):
+    run(smoke(), tmp_path, progress=False)
+    with pytest.raises(ValueError, match=r"holds a run of another configuration \(differing in: optimizer, seed\)"):
+        run(smoke("language_modelling", "adam", "seed=1", "optimizer.lr=1"), tmp_path, progress=False)
+    run(smoke("language_modelling", "adam", "wandb.project=other"), tmp_path, progress=False)
+
+
+@pytest.mark.parametrize("optimizer", ["adam", "splus"])
+@pytest.mark.parametrize("objective", OBJECTIVES)
+def test_run_leaves_its_metrics_and_result(tmp_path, objective, optimizer):
+    result = run(smoke(objective, optimizer), tmp_path, progress=False)
+    weights = {"adam": ["live", "ema_0.5", "ema_0.9"], "splus": ["live", "averaged"]}[optimizer]
+    evaluated = [(line["step"], line["weights"]) for line in lines(tmp_path, "validation")]
+    assert evaluated == [(step, name) for step in (0, 4, 8, 12) for name in weights]
+    assert [line["step"] for line in lines(tmp_path, "train")] == list(range(1, STEPS + 1))
+    assert list(result["final"]) == weights
+    measure = {"language_modelling": "bits_per_byte", "image_classification": "accuracy", "diffusion": "loss"}[
+        objective
+    ]
+    assert all(measure in measures for measures in result["final"].values())
+    assert (result["status"], result["step"], result["steps"]) == ("finished", STEPS, STEPS)
+    assert re.fullmatch("[0-9a-f]{64}", result["hash"])
+    files = {"config.yaml", "metrics.jsonl", "result.json"} | ({"samples.png"} if objective == "diffusion" else set())
+    assert {path.name for path in tmp_path.iterdir()} == files
+
+
+@pytest.mark.parametrize("objective", OBJECTIVES)
+def test_training_lowers_the_held_out_loss(tmp_path, objective):
+    result = run(smoke(objective, "adam", "steps=40", "evaluate_every=40"), tmp_path, progress=False)
+    assert result["final"]["live"]["loss"] < 0.97 * lines(tmp_path, "validation")[0]["loss"]
+
+
+def test_divergence_is_a_result(tmp_path):
+    result = run(smoke("image_classification", "adam", "optimizer.lr=1e6"), tmp_path, progress=False)
+    assert (result["status"], result["final"]) == ("diverged", {})
+    assert result["step"] < STEPS
+
+
+def test_numbers_that_json_lacks_become_null(tmp_path, monkeypatch):
+    monkeypatch.setattr(Trainer, "backward", lambda self, batch: float("nan"))
+    result = run(smoke(), tmp_path, progress=False)
+    assert (result["status"], result["step"]) == ("diverged", 1)
+    assert lines(tmp_path, "train")[0]["loss"] is None
+
+
+def test_keep_checkpoint_leaves_the_final_state(tmp_path):
+    config = smoke("language_modelling", "splus", "keep_checkpoint=true")
+    result = run(config, tmp_path, progress=False)
+    trainer = Trainer(config)
+    trainer.load_state_dict(torch.load(tmp_path / "checkpoint.pt", weights_only=True))
+    assert (trainer.step, trainer.hash()) == (STEPS, result["hash"])
+
+
+def test_evaluation_is_off_the_clock_and_one_average_is_on_that_of_ema(tmp_path, monkeypatch):
+    def slow(self: Objective, model: nn.Module) -> dict[str, float]:
+        time.sleep(0.2)
+        return {"loss": 1.0}
+
+    def slower_update(self: Averages, model: nn.Module) -> None:
+        with self.clock:
+            time.sleep(0.04)
+
+    monkeypatch.setattr(Objective, "evaluate", slow)
+    monkeypatch.setattr(Averages, "update", slower_update)
+    result = run(smoke(), tmp_path, progress=False)
+    assert result["seconds"] < 2.0  # 12 evaluations have slept for 2.4
+    live, averaged = seconds(tmp_path, "live"), seconds(tmp_path, "ema_0.9")
+    assert live == sorted(live)
+    assert live[0] == 0
+    cost = averaged[-1] - live[-1]
+    assert cost == pytest.approx(STEPS * 0.04 / 2, rel=0.5)  # two averages were kept
+
+
+@pytest.mark.parametrize("decay", [0.5, 0.9])
+def test_harness_averages_are_bias_corrected_exponential_averages(decay):
+    model = nn.Linear(3, 2).double()
+    averages = Averages(model, [decay], torch.device("cpu"))
+    accumulated = torch.zeros_like(model.weight)
+    for step in range(1, 8):
+        nn.init.normal_(model.weight, generator=Generator().manual_seed(step))
+        averages.update(model)
+        accumulated = decay * accumulated + (1 - decay) * model.weight.detach()
+        torch.testing.assert_close(averages.models[decay].module.weight, accumulated / (1 - decay**step))
+    assert averaging_weight(decay, 1) == pytest.approx(1)
+
+
+def test_micro_batches_have_the_gradient_of_the_whole():
+    gradients = []
+    for size in ("null", "6"):  # 16 = 6 + 6 + 4
+        trainer = Trainer(smoke("image_classification", "adam", f"micro_batch={size}"))
+        loss = trainer.backward(trainer.objective.batch(16, Generator().manual_seed(0)))
+        gradients.append([torch.tensor(loss), *(parameter.grad for parameter in trainer.model.parameters())])
+    torch.testing.assert_close(*gradients)
+
+
+def test_evaluation_is_the_mean_over_the_held_out_set(monkeypatch):
+    trainer = Trainer(smoke("image_classification"))
+    whole = trainer.objective.evaluate(trainer.model)
+    monkeypatch.setattr("train.objectives.EVALUATION_BATCH", 5)  # 32 = 6 · 5 + 2
+    assert trainer.objective.evaluate(trainer.model) == pytest.approx(whole)
+
+
+def test_flow_matching_sampler_follows_an_exact_velocity():
+    """With the velocity of straight lines to one image, Euler steps end at that image."""
+    objective = Trainer(smoke("diffusion")).objective
+    target = torch.rand(1, 1, 28, 28, generator=Generator().manual_seed(1))
+
+    class Exact(nn.Module):
+        def forward(self, x, times, labels):
+            return (target - x) / (1 - times[:, None, None, None])
+
+    samples = objective.sample(Exact(), torch.arange(3))
+    torch.testing.assert_close(samples, target.expand(3, -1, -1, -1), atol=1e-5, rtol=0)
+
+
+def test_schedules_warm_up_then_stay_or_fall_to_zero():
+    assert [constant(4)(step) for step in range(6)] == [0.25, 0.5, 0.75, 1, 1, 1]
+    assert [linear_decay(2, 6)(step) for step in range(7)] == [0.5, 1, 1, 0.75, 0.5, 0.25, 0]
+    with pytest.raises(ValueError, match="warmup=4 leaves nothing of steps=4"):
+        linear_decay(4, 4)
+
+
+def test_learning_rates_in_the_metrics_are_those_of_the_schedule(tmp_path):
+    run(smoke("language_modelling", "adam", "schedule=linear_decay", "optimizer.lr=1"), tmp_path, progress=False)
+    rates = [line["lr"] for line in lines(tmp_path, "train")]
+    assert rates == pytest.approx([0.25, 0.5, 0.75, 1, 1, 7 / 8, 6 / 8, 5 / 8, 4 / 8, 3 / 8, 2 / 8, 1 / 8])
+
+
+@pytest.mark.parametrize("optimizer", ["adam", "splus"])
+def test_optimizers_decay_the_same_parameters(optimizer):
+    trainer = Trainer(smoke("diffusion", optimizer))
+    decayed, rest = build_optimizer(trainer.config.optimizer, trainer.model).param_groups
+    assert (decayed["weight_decay"], rest["weight_decay"]) == (0.1, 0)
+    assert {"head.weight", "position", "label_embedding.weight"} <= set(rest["param_names"])
+    assert "patch_embedding.weight" in decayed["param_names"]
+    assert isinstance(decayed["betas"], tuple)
+
+
+def test_runs_outside_the_main_thread_too(tmp_path):
+    thread = threading.Thread(target=run, args=(smoke(), tmp_path, False))
+    thread.start()
+    thread.join()
+    assert (tmp_path / "result.json").exists()
+
+
+def test_command_prints_the_final_measures_and_writes_its_directory_alone(tmp_path):
+    command = ("-m", "train", "preset=smoke", "optimizer=splus", "wandb.mode=offline")
+    done = python(*command, directory=tmp_path)
+    assert done.returncode == 0, done.stderr
+    (directory,) = (tmp_path / "runs").iterdir()
+    assert re.fullmatch("language_modelling-splus-[0-9a-f]{8}", directory.name)
+    assert re.search(r"averaged +loss \d\.\d+ +bits_per_byte", done.stdout)
+    assert f"runs/{directory.name}" in done.stdout
+    assert "step/s" in done.stderr
+    assert list((directory / "wandb").glob("offline-run-*"))
+    assert {path.name for path in tmp_path.iterdir()} == {"runs"}

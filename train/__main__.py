@@ -1,0 +1,31 @@
+"""python -m train objective=language_modelling optimizer=splus preset=quick [any.setting=value ...]
+
+Trains one configuration of conf/ and prints what it reaches. The same command continues a run that was stopped.
+"""
+
+from pathlib import Path
+
+import hydra
+from hydra.core.hydra_config import HydraConfig
+from omegaconf import DictConfig
+
+from train.config import config_hash
+from train.loop import run
+
+
+@hydra.main(config_path="../conf", config_name="config", version_base="1.3")
+def main(config: DictConfig) -> None:
+    if config.directory is None:
+        choices = HydraConfig.get().runtime.choices
+        config.directory = f"runs/{choices['objective']}-{choices['optimizer']}-{config_hash(config)}"
+    directory = Path(config.directory)
+    print(f"{config.steps} steps into {directory} ({config.preset.expected})")
+    result = run(config, directory)
+    print(f"{result['status']} at step {result['step']} of {result['steps']}: {result['seconds']:.1f} s of training")
+    for weights, measures in result["final"].items():
+        print(f"  {weights:10}", "  ".join(f"{name} {value:.4f}" for name, value in measures.items()))
+    print(f"Metrics, configuration and result: {directory}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Training batches and held-out sets, read from files; nothing is downloaded."""

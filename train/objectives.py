@@ -1,0 +1,146 @@
+"""The three objectives: a loss to train, measures on a fixed held-out set, and what there is to see at the end."""
+
+import math
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from einops import rearrange, repeat
+from torch import Generator, Tensor, nn
+
+from train.data.images import Images
+from train.data.text import Text
+
+EVALUATION_BATCH = 256
+LABEL_DROPOUT = 0.1  # DiT and the paper's experiments
+SAMPLING_STEPS = 32
+SAMPLES_PER_LABEL = 8
+
+
+class Objective:
+    """A loss on batches of ``data`` and measures on its first ``examples`` held-out examples.
+
+    A batch is a tuple of tensors of one length, on the device of the model.
+    """
+
+    def __init__(self, data: Any, examples: int, device: torch.device) -> None:
+        self.data, self.device = data, device
+        self.held_out = self.to_device(self.validation_set(examples))
+
+    def batch(self, size: int, generator: Generator) -> tuple[Tensor, ...]:
+        """A training batch, drawn from ``generator`` and nothing else."""
+        raise NotImplementedError
+
+    def validation_set(self, examples: int) -> tuple[Tensor, ...]:
+        """The held-out examples, the same in every run."""
+        raise NotImplementedError
+
+    def losses(self, model: nn.Module, *batch: Tensor) -> dict[str, Tensor]:
+        """Scalar means over the batch; "loss" among them."""
+        raise NotImplementedError
+
+    def loss(self, model: nn.Module, batch: tuple[Tensor, ...]) -> Tensor:
+        return self.losses(model, *batch)["loss"]
+
+    @torch.no_grad()
+    def evaluate(self, model: nn.Module) -> dict[str, float]:
+        """Means over the held-out set."""
+        totals: dict[str, float] = {}
+        for start in range(0, len(self.held_out[0]), EVALUATION_BATCH):
+            batch = [tensor[start : start + EVALUATION_BATCH] for tensor in self.held_out]
+            for name, value in self.losses(model, *batch).items():
+                totals[name] = totals.get(name, 0.0) + float(value) * len(batch[0])
+        return {name: total / len(self.held_out[0]) for name, total in totals.items()}
+
+    def illustrate(self, model: nn.Module, directory: Path) -> None:
+        """Leave in ``directory`` what is to be seen of a trained model: nothing, unless there is something."""
+
+    def to_device(self, batch: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        return tuple(tensor.to(self.device) for tensor in batch)
+
+
+class LanguageModelling(Objective):
+    """Cross-entropy of the next byte, in nats; and in bits, which for bytes is bits per byte."""
+
+    data: Text
+
+    def batch(self, size: int, generator: Generator) -> tuple[Tensor, ...]:
+        return self.to_device((self.data.batch(size, generator),))
+
+    def validation_set(self, examples: int) -> tuple[Tensor, ...]:
+        return (self.data.validation(examples),)
+
+    def losses(self, model: nn.Module, *batch: Tensor) -> dict[str, Tensor]:
+        (windows,) = batch  # (B, T + 1)
+        logits = model(windows[:, :-1])  # (B, T, 256)
+        loss = F.cross_entropy(logits.float().flatten(0, 1), windows[:, 1:].flatten())
+        return {"loss": loss, "bits_per_byte": loss.detach() / math.log(2)}
+
+
+class ImageClassification(Objective):
+    """Cross-entropy of the label, and accuracy."""
+
+    data: Images
+
+    def batch(self, size: int, generator: Generator) -> tuple[Tensor, ...]:
+        return self.to_device(self.data.batch(size, generator))
+
+    def validation_set(self, examples: int) -> tuple[Tensor, ...]:
+        return self.data.validation(examples)
+
+    def losses(self, model: nn.Module, *batch: Tensor) -> dict[str, Tensor]:
+        images, labels = batch  # (B, C, Y, X), (B,)
+        logits = model(images).float()  # (B, classes)
+        accuracy = (logits.argmax(1) == labels).float().mean()
+        return {"loss": F.cross_entropy(logits, labels), "accuracy": accuracy}
+
+
+class Diffusion(Objective):
+    """Flow matching (arXiv 2210.02747): the squared error of the velocity on the straight line from noise to image.
+
+    Held-out noise is fixed and held-out times are evenly spaced, so that two evaluations differ by the weights alone.
+    """
+
+    data: Images
+
+    def batch(self, size: int, generator: Generator) -> tuple[Tensor, ...]:
+        images, labels = self.data.batch(size, generator)
+        noise = torch.randn(images.shape, generator=generator)
+        times = torch.rand(size, generator=generator)
+        dropped = torch.rand(size, generator=generator) < LABEL_DROPOUT
+        labels = labels.masked_fill(dropped, self.data.sizes["classes"])
+        return self.to_device((images, labels, noise, times))
+
+    def validation_set(self, examples: int) -> tuple[Tensor, ...]:
+        images, labels = self.data.validation(examples)
+        noise = torch.randn(images.shape, generator=Generator().manual_seed(0))
+        times = (torch.arange(examples) + 0.5) / examples
+        return images, labels, noise, times
+
+    def losses(self, model: nn.Module, *batch: Tensor) -> dict[str, Tensor]:
+        images, labels, noise, times = batch  # (B, C, Y, X), (B,), (B, C, Y, X), (B,)
+        t = rearrange(times, "b -> b 1 1 1")
+        velocity = model(torch.lerp(noise, images, t), times, labels)  # (B, C, Y, X)
+        return {"loss": F.mse_loss(velocity.float(), images - noise)}
+
+    @torch.no_grad()
+    def sample(self, model: nn.Module, labels: Tensor) -> Tensor:
+        """Images (B, C, Y, X) in [-1, 1] of the given labels (B,), by Euler steps from a fixed noise."""
+        shape = (len(labels), *self.held_out[0].shape[1:])
+        x = torch.randn(shape, generator=Generator().manual_seed(0)).to(self.device)
+        for step in range(SAMPLING_STEPS):
+            times = torch.full((len(labels),), step / SAMPLING_STEPS, device=self.device)
+            x = x + model(x, times, labels) / SAMPLING_STEPS
+        return x.clamp(-1, 1)
+
+    def illustrate(self, model: nn.Module, directory: Path) -> None:
+        """``samples.png``: a row of samples for each label."""
+        from matplotlib.image import imsave
+
+        classes = self.data.sizes["classes"]
+        labels = torch.arange(classes, device=self.device).repeat_interleave(SAMPLES_PER_LABEL)
+        images = (self.sample(model, labels) + 1) / 2  # (B, C, Y, X) in [0, 1]
+        images = repeat(images, "b c y x -> b c (y 2) (x 2)")  # larger, to be looked at
+        grid = rearrange(images, "(r n) c y x -> (r y) (n x) c", r=classes).cpu().squeeze(-1)
+        imsave(directory / "samples.png", grid.numpy(), cmap="gray", vmin=0, vmax=1)
