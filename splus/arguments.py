@@ -118,8 +118,8 @@ def per_parameter(group: Mapping[str, Any], option: str) -> list[Any]:
     return value
 
 
-def parameter_name(group: Mapping[str, Any], position: int) -> str:
-    """How messages call a parameter: its name if the group has names, else its place and shape."""
+def parameter_name(group: Mapping[str, Any], index: int, position: int) -> str:
+    """How messages call a parameter of group ``index``: its name if the group has names, else its place and shape."""
     if "param_names" in group:
         return f"parameter {group['param_names'][position]!r}"
-    return f"parameter {position} of shape {tuple(group['params'][position].shape)}"
+    return f"parameter {position} of group {index}, shape {tuple(group['params'][position].shape)}"

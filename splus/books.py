@@ -18,7 +18,7 @@ State = MutableMapping[Tensor, dict[str, Any]]
 
 
 class GroupBooks:
-    """The plan and the stacked state of one group. Parameters go by their position in the group.
+    """The plan and the stacked state of group number ``index``. Parameters go by their position in the group.
 
     Attributes:
         parameters: the group's parameters; one that is listed twice counts once, at its first position.
@@ -29,10 +29,10 @@ class GroupBooks:
         refreshes, refresh_seconds: matrices refreshed so far, and the time that took.
     """
 
-    def __init__(self, group: Mapping[str, Any]) -> None:
+    def __init__(self, group: Mapping[str, Any], index: int) -> None:
         positions = {parameter: position for position, parameter in reversed(list(enumerate(group["params"])))}
         self.parameters: dict[int, Tensor] = {i: p for p, i in sorted(positions.items(), key=lambda item: item[1])}
-        self.names = {position: parameter_name(group, position) for position in self.parameters}
+        self.names = {position: parameter_name(group, index, position) for position in self.parameters}
         for position, parameter in self.parameters.items():
             check_parameter(parameter, self.names[position])
         self.layouts = self._layouts(group)

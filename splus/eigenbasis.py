@@ -21,13 +21,17 @@ def refresh_due(step: int, period: int, growth: float | None, offset: int = 0) -
 
     A factor is an average over its past, so an update changes it by about 1/step early on; refreshes at steps 1, 2,
     3, 4, 6, … whose intervals grow by the factor ``growth`` follow that change until they reach ``period``. From
-    then on one is due every ``period`` steps, ``offset`` steps early. Without growth: at step 1 and at the multiples
-    of ``period``, the schedule of the authors' file.
+    then on one is due every ``period`` steps, ``offset`` steps early; no interval is longer. Without growth: at step 1
+    and at the multiples of ``period``, the schedule of the authors' file.
     """
     if step == 1:
         return True
-    if growth is not None and step * (growth - 1) < period:
-        return math.floor(math.log(step, growth)) != math.floor(math.log(step - 1, growth))
+    if growth is not None:
+        last_early = math.ceil(period / (growth - 1))
+        if step < last_early:
+            return math.floor(math.log(step, growth)) != math.floor(math.log(step - 1, growth))
+        if step == last_early:
+            return True
     return (step + offset) % period == 0
 
 

@@ -82,15 +82,15 @@ class SPlus(Optimizer):
         self,
         params: ParamsT,
         lr: float | Tensor = 0.1,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-6,
+        betas: tuple[float, float] = (0.9, 0.97),
+        eps: float = 3e-7,
         weight_decay: float = 1e-2,
         amsgrad: bool = False,
         *,
         ema_decay: float = 0.999,
         precondition_frequency: int = 10,
         max_preconditioner_dim: int = 4096,
-        elementwise_scale: float = 1e-3,
+        elementwise_scale: float = 0.02,
         whiten: bool | str = "auto",
         split: Sections | list[Sections] = None,
         split_dim: int | list[int] = 0,
@@ -134,6 +134,7 @@ class SPlus(Optimizer):
         self._gradient_faults = Faults(GRADIENT_FAULT_LIMIT)
         self._decomposition_faults = Faults(DECOMPOSITION_FAULT_LIMIT)
 
+    @torch.no_grad()
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group, with its state; it joins in the mode that the optimizer is in."""
         super().add_param_group(param_group)
@@ -141,7 +142,7 @@ class SPlus(Optimizer):
         try:
             check_group(group)
             group["betas"] = tuple(float(beta) for beta in group["betas"])
-            books = GroupBooks(group)
+            books = GroupBooks(group, len(self._books))
         except ValueError:
             self.param_groups.pop()
             raise
@@ -269,8 +270,8 @@ class SPlus(Optimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self._make_books()
-        for group in self.param_groups:
-            self._books.append(GroupBooks(group))
+        for index, group in enumerate(self.param_groups):
+            self._books.append(GroupBooks(group, index))
             self._books[-1].link(self.state)
 
 

@@ -21,8 +21,8 @@ class Reference:
         self,
         weights: Tensor,
         lr: float = 0.1,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-6,
+        betas: tuple[float, float] = (0.9, 0.97),
+        eps: float = 3e-7,
         weight_decay: float = 1e-2,
         ema_decay: float = 0.999,
         precondition_frequency: int = 10,
@@ -46,7 +46,7 @@ class Reference:
             self.L, self.R = torch.zeros(m, m, dtype=torch.float64), torch.zeros(n, n, dtype=torch.float64)
             self.Q_L, self.Q_R = torch.eye(m, dtype=torch.float64), torch.eye(n, dtype=torch.float64)
             scale = 2 / (m + n) if scale is None else scale
-        self.s = 1e-3 if scale is None else scale
+        self.s = 0.02 if scale is None else scale
 
     def step(self, gradient: Tensor) -> None:
         G = gradient.to(torch.float64)
@@ -80,17 +80,19 @@ class Reference:
 def refresh_steps(last: int, period: int, growth: float | None, offset: int = 0) -> set[int]:
     """The steps from 1 to ``last`` that end with a refresh.
 
-    At step 1. Then at growth, growth², growth³, … rounded up, as long as intervals that grow so, step · (growth - 1),
-    are shorter than the period. From there on at its multiples, moved forward by ``offset``.
+    At step 1. Then at growth, growth², growth³, … rounded up, until an interval that grows so, step · (growth - 1),
+    has reached the period: at that step, and from there on at the multiples of the period less ``offset``.
     """
-    steps, periodic = {1}, range(period - offset, last + 1, period)
+    steps, begin = {1}, 2
     if growth is not None:
+        begin = math.ceil(period / (growth - 1))
+        steps.add(begin)
         mark = growth
-        while math.ceil(mark) * (growth - 1) < period:
+        while mark <= begin - 1:
             steps.add(math.ceil(mark))
             mark *= growth
-    steps |= {step for step in periodic if growth is None or step * (growth - 1) >= period}
-    return {step for step in steps if step <= last}
+    steps |= set(range(period - offset, last + 1, period)) - set(range(begin))
+    return {step for step in steps if 1 <= step <= last}
 
 
 def new_basis(S: Tensor, Q: Tensor, method: str) -> Tensor:

@@ -51,7 +51,8 @@ def test_averages_are_bias_corrected(decay: float) -> None:
 
 def test_weights_are_averaged_before_they_decay() -> None:
     """After step 1 the average is what the weights were before decay."""
-    optimizer, (parameter,) = SPlus([p := nn.Parameter(torch.ones(3, dtype=torch.float64))], weight_decay=100.0), [p]
+    parameter = nn.Parameter(torch.ones(3, dtype=torch.float64))
+    optimizer = SPlus([parameter], lr=0.1, weight_decay=100.0, elementwise_scale=1e-3)
     drive(optimizer, [parameter], [[torch.zeros(3, dtype=torch.float64)]])
     assert torch.equal(optimizer.state[parameter]["average"], torch.ones(3, dtype=torch.float64))
     torch.testing.assert_close(parameter.detach(), torch.full((3,), 1 - 0.1 * 1e-3 * 100.0, dtype=torch.float64))

@@ -2,13 +2,25 @@
 
 import gzip
 import lzma
+import os
 import pickle
+import re
+import socket
+from collections.abc import Iterator
 from pathlib import Path
+from unittest.mock import Mock
 
+import datasets
 import pytest
 import torch
+from PIL import Image
+from runs import smoke
 from torch import Generator
 
+from train.config import build
+from train.data import hugging_face, image_folder
+from train.data.hugging_face import hugging_face as documents
+from train.data.image_folder import ImageFolder
 from train.data.images import FILES, Images
 from train.data.text import Text
 
@@ -25,6 +37,11 @@ def text() -> Text:
 @pytest.fixture(scope="module")
 def images() -> Images:
     return Images()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> ImageFolder:
+    return ImageFolder(write_classes(tmp_path_factory.mktemp("classes")), size=8)
 
 
 def write_text(folder: Path, *parts: bytes) -> str:
@@ -45,6 +62,25 @@ def write_idx(folder: Path, suffix: str = "", images: int = 6) -> str:
     return str(folder)
 
 
+def write_classes(root: Path) -> str:
+    """Pictures of 12 × 10, two of cats and three of dogs to train on, four of each held out; left darker than right."""
+    picture = Image.linear_gradient("L").rotate(90).resize((12, 10))
+    for part, name, count in (("train", "dog", 3), ("train", "cat", 2), ("val", "dog", 4), ("val", "cat", 4)):
+        (root / part / name).mkdir(parents=True)
+        for i in range(count):
+            picture.save(root / part / name / f"{i}.{('png', 'JPEG', 'jpg', 'PNG')[i]}")
+    return str(root)
+
+
+def write_documents(folder: Path, *texts: str | None) -> str:
+    datasets.Dataset.from_dict({"id": range(len(texts)), "text": texts}).save_to_disk(folder)
+    return str(folder)
+
+
+def content(data: Text) -> bytes:
+    return torch.cat([data.train, data.held_out]).numpy().tobytes()
+
+
 def test_text_that_ships_is_whole(text):
     assert (len(text.train), len(text.held_out)) == (10_227_072, 534_548)
 
@@ -56,7 +92,7 @@ def test_images_that_ship_are_whole(images):
     assert "Copyright © 2017 Zalando SE" in (FILES / "README.md").read_text()
 
 
-@pytest.mark.parametrize("data", ["text", "images"])
+@pytest.mark.parametrize("data", ["text", "images", "folder"])
 def test_batches_depend_on_their_generator_alone(data, request):
     data = request.getfixturevalue(data)
     torch.manual_seed(1)
@@ -155,3 +191,159 @@ def test_half_a_file_is_refused_by_name(tmp_path):
     path.write_bytes(path.read_bytes()[:-1])
     with pytest.raises(ValueError, match=f"{path} is not a whole idx file"):
         Images(str(tmp_path))
+
+
+@pytest.mark.filterwarnings("error")
+def test_documents_become_one_text_without_the_empty_ones(tmp_path):
+    data = documents(2, "some/texts", directory=write_documents(tmp_path, "first", "", "zwei – Ä", None, "third" * 20))
+    assert content(data) == ("first\0zwei – Ä\0" + "third" * 20 + "\0").encode()
+    assert len(data.held_out) == int(0.05 * len(content(data)))
+
+
+def test_bytes_are_written_once_for_each_content(tmp_path, monkeypatch):
+    place = {"directory": write_documents(tmp_path / "set", "a" * 99), "cache": str(tmp_path / "bytes")}
+    first = content(documents(2, "some/texts", **place))
+    with monkeypatch.context() as patch:
+        patch.setattr(hugging_face, "write", None)
+        assert content(documents(2, "some/texts", **place)) == first
+    write_documents(tmp_path / "set", "b" * 99)
+    assert content(documents(2, "some/texts", **place)) == b"b" * 99 + b"\0"
+
+
+def test_text_larger_than_the_memory_is_mapped(tmp_path):
+    (tmp_path / "text.bytes").touch()
+    os.truncate(tmp_path / "text.bytes", 2**42)  # a sparse file: nothing is on the disk
+    assert len(hugging_face.mapped(tmp_path / "text.bytes")) == 2**42
+
+
+class Cached(datasets.GeneratorBasedBuilder):  # what load_dataset leaves in the cache of the library
+    def _info(self) -> datasets.DatasetInfo:
+        return datasets.DatasetInfo(features=datasets.Features({"body": datasets.Value("large_string")}))
+
+    def _split_generators(self, _: object) -> list[datasets.SplitGenerator]:
+        return [datasets.SplitGenerator(name, {"text": name}) for name in ("train", "test")]
+
+    def _generate_examples(self, text: str) -> Iterator[tuple[int, dict[str, str]]]:
+        yield 0, {"body": f"{self.config.name} {text} " * 9}
+
+
+def test_data_sets_in_the_cache_of_the_library_are_read_without_a_network(tmp_path, monkeypatch):
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path)
+    monkeypatch.setattr(socket, "getaddrinfo", look_up := Mock(side_effect=OSError))
+    for name in ("small", "large"):
+        Cached(str(tmp_path), "texts", name, hash="0", repo_id="some/texts").download_and_prepare()
+    data = documents(2, "some/texts", config="large", split="test", column="body")
+    assert content(data) == b"large test " * 9 + b"\0"
+    with pytest.raises(FileNotFoundError, match=r"multiple 'some/texts' configurations.*small"):
+        documents(2, "some/texts", column="body")
+    with pytest.raises(FileNotFoundError, match=r"Couldn't find.*load_dataset\('some/others', 'x', split='test'\)"):
+        documents(2, "some/others", config="x", split="test")
+    look_up.assert_not_called()
+
+
+def test_the_command_that_an_error_names_gets_the_data(tmp_path, monkeypatch):
+    directory = str(tmp_path / "texts")
+    with pytest.raises(FileNotFoundError, match=f"and give data.directory={directory}$") as error:
+        documents(2, "some/texts", config="small", directory=directory)
+    found = datasets.Dataset.from_dict({"text": ["a" * 99]})
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset := Mock(return_value=found))
+    exec(re.findall(r'`python -c "(.*)"`', str(error.value))[0])
+    load_dataset.assert_called_once_with("some/texts", "small", split="train")
+    assert content(documents(2, "some/texts", config="small", directory=directory)) == b"a" * 99 + b"\0"
+
+
+def test_documents_that_cannot_be_used_are_refused(tmp_path):
+    place = {"directory": write_documents(tmp_path / "empty", "", None)}
+    with pytest.raises(ValueError, match=r"all 2 documents are empty in data.column=text"):
+        documents(2, "some/texts", **place)
+    assert not [path for path in (tmp_path / "empty").iterdir() if path.suffix in (".bytes", ".new")]
+    with pytest.raises(ValueError, match=r"data.column=id is no column of text in some/texts; those are: text"):
+        documents(2, "some/texts", column="id", **place)
+    with pytest.raises(FileNotFoundError, match=r"some/texts is not in data.directory"):
+        documents(2, "some/texts", directory=write_documents(tmp_path / "none"))
+    datasets.DatasetDict(train=datasets.Dataset.from_dict({"text": ["a" * 30]})).save_to_disk(tmp_path / "dict")
+    place["directory"] = str(tmp_path / "dict")
+    with pytest.raises(ValueError, match=r"data.split=test is not in some/texts, which has here: train"):
+        documents(2, "some/texts", split="test", **place)
+    with pytest.raises(ValueError, match="context=2 needs more held-out text than the 1 bytes"):
+        documents(2, "some/texts", **place)
+
+
+def test_folders_are_classes_in_the_order_of_their_names(folder):
+    assert folder.sizes == {"image_size": 8, "channels": 3, "classes": 2}
+    assert folder.labels.tolist() == [0, 0, 1, 1, 1]
+    assert [Path(path).parent.name for path in folder.files] == ["cat"] * 2 + ["dog"] * 3
+    assert folder.validation(4)[1].tolist() == [0, 0, 1, 1]  # the first files would all be cats
+
+
+@pytest.mark.parametrize(("flip", "least", "most"), [(True, 0.4, 0.6), (False, 1, 1)])
+def test_half_of_the_training_images_are_mirrored_if_any(tmp_path, flip, least, most):
+    images = ImageFolder(write_classes(tmp_path), 8, flip).batch(200, seeded())[0].mean((1, 2))  # (B, X)
+    assert least <= (images[:, -1] >= images[:, 0]).float().mean() <= most
+
+
+@pytest.mark.parametrize(("width", "height"), [(500, 375), (375, 500), (64, 64), (900, 100), (1, 1)])
+def test_training_crops_keep_to_their_bounds(width, height):
+    areas = []
+    for crops in torch.rand(200, image_folder.ATTEMPTS, 4, generator=seeded()).tolist():
+        left, top, right, bottom = image_folder.random_box(width, height, crops)
+        assert 0 <= left < right <= width + 1e-9
+        assert 0 <= top < bottom <= height + 1e-9
+        assert 3 / 4 - 1e-9 <= (right - left) / (bottom - top) <= 4 / 3 + 1e-9
+        areas.append((right - left) * (bottom - top) / (width * height))
+    assert 0.05 <= min(areas) < 0.1
+    assert max(areas) > (0.14 if width == 900 else 0.8)  # the largest crop of 900 × 100 is 133 × 100
+
+
+def test_held_out_images_are_the_square_in_the_middle(tmp_path):
+    wide = Image.new("RGB", (12, 8), "red")
+    wide.paste((0, 51, 255), (2, 0, 10, 8))
+    wide.save(tmp_path / "wide.png")
+    assert (image_folder.decoded(str(tmp_path / "wide.png"), 8) == torch.tensor([0, 51, 255])).all()
+
+
+def test_jpegs_decoded_at_a_fraction_look_the_same(tmp_path):
+    seen = []
+    for path in (tmp_path / "picture.jpg", tmp_path / "picture.png"):
+        Image.linear_gradient("L").resize((640, 480)).save(path)
+        seen.append(image_folder.decoded(str(path), 16, [[0.25, 0.5, 0.5, 0.9]]).int())
+    assert (seen[0] - seen[1]).abs().max() <= 3
+
+
+@pytest.mark.parametrize(
+    ("mode", "colour", "grey"),
+    [("I;16", 25600, 100), ("LA", (200, 255), 200), ("RGBA", (9, 9, 9, 0), 0), ("CMYK", (0, 0, 0, 55), 200)],
+)
+def test_images_of_every_mode_are_seen_in_colour(tmp_path, mode, colour, grey):
+    path = tmp_path / ("image.jpg" if mode == "CMYK" else "image.png")
+    Image.new(mode, (9, 9), colour).save(path)
+    assert image_folder.decoded(str(path), 2)[0, 0].tolist() == [grey] * 3
+
+
+def test_folders_that_cannot_be_used_are_refused(tmp_path):
+    root = Path(write_classes(tmp_path))
+    broken = root / "val" / "cat" / "0.png"
+    broken.write_bytes(broken.read_bytes()[:60])
+    with pytest.raises(ValueError, match=f"{broken} is not an image that Pillow can read"):
+        ImageFolder(str(root), size=8).validation(1)
+    (root / "val" / "fox").mkdir()
+    with pytest.raises(ValueError, match=r"val has classes that .*train has not: fox"):
+        ImageFolder(str(root), size=8)
+    (root / "train" / "fox").mkdir()
+    with pytest.raises(FileNotFoundError, match=r"train/fox holds no .jpg.*must look like .*<class>.*torchvision"):
+        ImageFolder(str(root), size=8)
+    with pytest.raises(FileNotFoundError, match=r"nowhere/train holds no folder for each class.*image-net.org"):
+        ImageFolder(str(root / "nowhere"), size=8)
+
+
+def test_other_data_needs_no_more_than_its_name_and_place(tmp_path):
+    place = write_documents(tmp_path / "texts", "abc" * 500)
+    text = smoke("language_modelling", "adam", "data=hugging_face", "data.name=some/texts", f"data.directory={place}")
+    assert build(text.data).batch(2, seeded()).shape == (2, text.preset.text.context + 1)
+    place = write_classes(tmp_path / "images")
+    for objective in ("image_classification", "diffusion"):
+        config = smoke(objective, "adam", "data=image_folder", f"data.directory={place}", "data.size=32")
+        assert build(config.model, **build(config.data).sizes, generator=seeded()).patch == 16
+    for lacking in (lambda: documents(2, None), lambda: ImageFolder(None, size=8)):
+        with pytest.raises(ValueError, match=r"needs data\.(name|directory)"):
+            lacking()

@@ -153,7 +153,7 @@ def test_sides_left_unrotated(shape: tuple[int, int], oversized: str, left: bool
     assert ("factor_left" in state, "basis_left" in state) == (left, left)
     assert ("factor_right" in state, "basis_right" in state) == (right, right)
     reference = Reference(
-        parameter, 0.3, eps=0.0, weight_decay=2.0, precondition_frequency=5, refresh_growth=None,
+        parameter, 0.3, (0.9, 0.999), eps=0.0, weight_decay=2.0, precondition_frequency=5, refresh_growth=None,
         refresh_method="eigh", left=left, right=right, scale=scale,
     )  # fmt: skip
     if shape == (8, 5) and left:
@@ -189,7 +189,8 @@ def test_sides_left_unrotated(shape: tuple[int, int], oversized: str, left: bool
 def test_which_shapes_are_whitened(whiten: bool | str, shape: tuple[int, ...], whitened: bool) -> None:
     """Each value of ``whiten`` takes the shapes it says; the limit on a side is 8."""
     parameter = nn.Parameter(torch.zeros(shape))
-    optimizer = SPlus([parameter], lr=0.5, whiten=whiten, weight_decay=0.0, max_preconditioner_dim=8)
+    options: dict[str, Any] = {"max_preconditioner_dim": 8, "elementwise_scale": 1e-3}
+    optimizer = SPlus([parameter], lr=0.5, whiten=whiten, weight_decay=0.0, **options)
     drive(optimizer, [parameter], [[torch.ones(shape)]])
     scale = 2 / (shape[0] + parameter[0].numel()) if whitened else 1e-3
     torch.testing.assert_close(parameter.detach(), torch.full(shape, -0.5 * scale))
@@ -365,7 +366,7 @@ def test_layout_covers_every_entry_once(cut: tuple[tuple[int, ...], dict[str, An
 def test_wrong_split_names_the_parameter(options: dict[str, Any], message: str, named: bool) -> None:
     """Sections that do not fit are a ValueError that says which parameter and what was given."""
     parameter = nn.Parameter(torch.zeros(12, 4))
-    name = "parameter 'attention.qkv'" if named else r"parameter 0 of shape \(12, 4\)"
+    name = "parameter 'attention.qkv'" if named else r"parameter 0 of group 0, shape \(12, 4\)"
     with pytest.raises(ValueError, match=f"{name}.*{message}"):
         SPlus([("attention.qkv", parameter)] if named else [parameter], **options)
 

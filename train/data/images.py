@@ -54,9 +54,13 @@ class Images:
 
     def validation(self, examples: int) -> tuple[Tensor, Tensor]:
         """The first held-out images (examples, C, Y, X) and their labels (examples,), as they are."""
-        if examples > len(self.held_out):
-            raise ValueError(f"validation_examples={examples} but only {len(self.held_out)} images are held out")
+        check_examples(examples, len(self.held_out))
         return scaled(self.held_out[:examples]), self.held_out_labels[:examples]
+
+
+def check_examples(examples: int, held_out: int) -> None:
+    if examples > held_out:
+        raise ValueError(f"validation_examples={examples} but only {held_out} images are held out")
 
 
 def scaled(pixels: Tensor) -> Tensor:

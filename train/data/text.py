@@ -18,17 +18,19 @@ class Text:
         context: bytes a model sees at once.
         directory: a folder of ``*.txt`` (its sorted concatenation; the last 5% is held out); default: the State of the
             Union addresses that ship with the project.
+        text: uint8 (bytes,), in memory or mapped from a file of any size, instead of a directory; split like one.
     """
 
     vocabulary = 256
 
-    def __init__(self, context: int, directory: str | None = None) -> None:
+    def __init__(self, context: int, directory: str | None = None, *, text: Tensor | None = None) -> None:
         self.context = context
-        train, held_out = shipped_text() if directory is None else read_folder(Path(directory))
-        self.train, self.held_out = as_tensor(train), as_tensor(held_out)
-        for part, text in (("training", self.train), ("held-out", self.held_out)):
-            if len(text) <= context:
-                raise ValueError(f"context={context} needs more {part} text than the {len(text)} bytes there are")
+        if text is None and directory is not None:
+            text = read_folder(Path(directory))
+        self.train, self.held_out = shipped_text() if text is None else split(text)
+        for part, piece in (("training", self.train), ("held-out", self.held_out)):
+            if len(piece) <= context:
+                raise ValueError(f"context={context} needs more {part} text than the {len(piece)} bytes there are")
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -54,13 +56,16 @@ def as_tensor(text: bytes) -> Tensor:
 
 
 @cache  # a process that trains many models unpacks it once
-def shipped_text() -> tuple[bytes, bytes]:
+def shipped_text() -> tuple[Tensor, Tensor]:
     """Training and held-out text of the State of the Union addresses, split by document."""
-    train, held_out = (lzma.decompress((FILES / f"sotu_{part}.txt.xz").read_bytes()) for part in ("train", "val"))
+    train, held_out = (
+        as_tensor(lzma.decompress((FILES / f"sotu_{part}.txt.xz").read_bytes())) for part in ("train", "val")
+    )
     return train, held_out
 
 
-def read_folder(directory: Path) -> tuple[bytes, bytes]:
+def read_folder(directory: Path) -> Tensor:
+    """The text files of a folder in the order of their names, one line apart: uint8 (bytes,)."""
     paths = sorted(directory.glob("*.txt"))
     if not paths:
         raise FileNotFoundError(
@@ -68,6 +73,10 @@ def read_folder(directory: Path) -> tuple[bytes, bytes]:
             f"`mkdir -p {directory} && cp my_text.txt {directory}`, or leave data.directory unset for the text that "
             "ships"
         )
-    text = b"\n".join(path.read_bytes() for path in paths)
+    return as_tensor(b"\n".join(path.read_bytes() for path in paths))
+
+
+def split(text: Tensor) -> tuple[Tensor, Tensor]:
+    """Training and held-out text, as views of ``text`` (bytes,)."""
     cut = len(text) - int(HELD_OUT * len(text))
     return text[:cut], text[cut:]
