@@ -1,6 +1,6 @@
 """The arguments of SPlus: their defaults where a measurement chose them, the published ones, and their checks."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -38,7 +38,7 @@ _CHOICES: dict[str, tuple[object, ...]] = {
 }
 
 
-def refuse_unsupported(**given: object) -> None:
+def refuse_unsupported(*, decoupled_weight_decay: bool, **given: object) -> None:
     """Adam's arguments that have no meaning here or are not implemented."""
     advice = {
         "amsgrad": "a sign has no second moment to take the maximum of",
@@ -49,29 +49,37 @@ def refuse_unsupported(**given: object) -> None:
     for name, value in given.items():
         if value:
             raise ValueError(f"{name}={value} is given; SPlus does not support it: {advice[name]}. Leave it out.")
+    if not decoupled_weight_decay:
+        raise ValueError(
+            "decoupled_weight_decay=False is given; SPlus does not support it: a sign would undo what a decay adds to "
+            "the gradient. Leave it out."
+        )
 
 
 def check_group(group: Mapping[str, Any]) -> None:
-    """Raise a ValueError for the first hyperparameter of a group that is out of its range."""
+    """Raise a ValueError for the first hyperparameter of a group that is out of its range or no number."""
     lr = group["lr"]
     if isinstance(lr, Tensor) and lr.numel() != 1:
         raise ValueError(f"Tensor lr must have 1 element; lr of shape {tuple(lr.shape)} is given.")
-    _require(float(lr) >= 0, "lr", lr, "0 or more")
+    _require(_number(lr, "lr") >= 0, "lr", lr, "0 or more")
     betas = group["betas"]
-    _require(len(betas) == 2, "betas", betas, "a pair (beta1, beta2)")
+    _require(isinstance(betas, Sequence) and len(betas) == 2, "betas", betas, "a pair (beta1, beta2)")
     for i, beta in enumerate(betas):
-        _require(0 <= beta < 1, f"betas[{i}]", beta, "in [0, 1)")
-    _require(0 <= group["ema_decay"] < 1, "ema_decay", group["ema_decay"], "in [0, 1)")
-    _require(0 <= group["eps"] < 1, "eps", group["eps"], "in [0, 1), a fraction of a matrix's Frobenius norm")
-    _require(group["weight_decay"] >= 0, "weight_decay", group["weight_decay"], "0 or more")
-    _require(group["elementwise_scale"] >= 0, "elementwise_scale", group["elementwise_scale"], "0 or more")
+        _require(0 <= _number(beta, f"betas[{i}]") < 1, f"betas[{i}]", beta, "in [0, 1)")
+    for name, required in (("ema_decay", "in [0, 1)"), ("eps", "in [0, 1), a fraction of a matrix's Frobenius norm")):
+        _require(0 <= _number(group[name], name) < 1, name, group[name], required)
+    for name in ("weight_decay", "elementwise_scale"):
+        _require(_number(group[name], name) >= 0, name, group[name], "0 or more")
     for name in ("precondition_frequency", "max_preconditioner_dim"):
         value = group[name]
         _require(isinstance(value, int) and value >= 1, name, value, "an integer of 1 or more")
     growth = group["refresh_growth"]
-    _require(growth is None or growth > 1, "refresh_growth", growth, "above 1, or None for no early refreshes")
+    if growth is not None:
+        _require(_number(growth, "refresh_growth") > 1, "refresh_growth", growth, "above 1, or None for no early ones")
     for name, choices in _CHOICES.items():
         _require(group[name] in choices, name, group[name], "one of " + ", ".join(map(repr, choices)))
+    for option in ("split", "stacked"):
+        per_parameter(group, option)
     for value in per_parameter(group, "split_dim"):
         _require(value in (0, 1), "split_dim", value, "0 (rows) or 1 (columns)")
 
@@ -79,6 +87,13 @@ def check_group(group: Mapping[str, Any]) -> None:
 def _require(holds: bool, name: str, value: object, required: str) -> None:
     if not holds:
         raise ValueError(f"Invalid {name}: {value!r} is given; it must be {required}.")
+
+
+def _number(value: Any, name: str) -> float:
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        raise ValueError(f"Invalid {name}: {value!r} is given; it must be a number.") from None
 
 
 def check_parameter(parameter: Tensor, name: str) -> None:
@@ -90,6 +105,15 @@ def check_parameter(parameter: Tensor, name: str) -> None:
         )
     if not parameter.is_floating_point():
         raise ValueError(f"{name} has dtype {parameter.dtype}; SPlus updates floating-point parameters.")
+
+
+def check_unchanged(parameter: Tensor, name: str, dtype: torch.dtype, device: torch.device) -> None:
+    """Raise for a parameter that was cast or moved after its state was made in ``dtype``'s precision on ``device``."""
+    if parameter.dtype != dtype or parameter.device != device:
+        raise RuntimeError(
+            f"{name} is {parameter.dtype} on {parameter.device} now and was {dtype} on {device} when SPlus made its state. "
+            "Cast or move the model before making the optimizer."
+        )
 
 
 def check_gradient(gradient: Tensor, name: str) -> None:

@@ -34,10 +34,15 @@ def update_averages(averages: Sequence[Tensor], weights: Sequence[Tensor], decay
 
 
 def put_in_averages(parameters: Iterable[Tensor], state: State) -> None:
-    """Put the averages into the model; the weights being trained stay in the state meanwhile."""
+    """Put the averages into the model; the weights being trained stay in the state meanwhile.
+
+    The average of a parameter that was never updated is the parameter, whatever has been loaded into it since.
+    """
     parameters = list(parameters)
     keep_weights(parameters, state)
     for parameter in parameters:
+        if state[parameter]["step"] == 0:
+            state[parameter]["average"].copy_(state[parameter]["weights"])
         parameter.copy_(state[parameter]["average"])
 
 

@@ -10,9 +10,16 @@ from torch import Tensor
 
 from splus.arguments import check_parameter, parameter_name, per_parameter
 from splus.buckets import Bucket
+from splus.faults import Faults
 from splus.matrices import MatrixLayout, matrix_layout
 from splus.plan import Slot, plan_buckets, refresh_offsets
 from splus.precision import LOW_PRECISION, state_dtype
+
+# A run that skips this many batches in a row for a gradient that is not finite is not training any more.
+# GradScaler, which halves its scale at each, gets from 2**16 to 2**6 in as many.
+GRADIENT_FAULT_LIMIT = 10
+# Distributed Shampoo's default for failed decompositions in a row, after which it raises.
+DECOMPOSITION_FAULT_LIMIT = 3
 
 State = MutableMapping[Tensor, dict[str, Any]]
 
@@ -25,7 +32,8 @@ class GroupBooks:
         names: what messages call them.
         layouts: of the whitened ones.
         elementwise: positions of the others.
-        offsets: how many steps early each whitened parameter refreshes.
+        kinds: the dtype and device they had when their state was made.
+        gradient_faults, decomposition_faults: by position, and by position and part.
         refreshes, refresh_seconds: matrices refreshed so far, and the time that took.
     """
 
@@ -40,7 +48,10 @@ class GroupBooks:
         dtypes = {position: state_dtype(self.parameters[position].dtype) for position in self.layouts}
         devices = {position: self.parameters[position].device for position in self.layouts}
         self.buckets = [Bucket(plan) for plan in plan_buckets(self.layouts, dtypes, devices)]
-        self.offsets = refresh_offsets(self.layouts, group["precondition_frequency"], group["spread_refreshes"])
+        self.kinds = {position: (p.dtype, p.device) for position, p in self.parameters.items()}
+        self._offsets: tuple[tuple[int, bool], dict[int, int]] | None = None
+        self.gradient_faults = Faults(GRADIENT_FAULT_LIMIT)
+        self.decomposition_faults = Faults(DECOMPOSITION_FAULT_LIMIT)
         self.refreshes = 0
         self.refresh_seconds = 0.0
 
@@ -62,6 +73,12 @@ class GroupBooks:
             except ValueError as error:
                 raise ValueError(f"{self.names[position]}: {error}") from None
         return layouts
+
+    def offsets(self, period: int, spread: bool) -> dict[int, int]:
+        """How many steps early each whitened parameter refreshes; planned anew when the group's settings change."""
+        if self._offsets is None or self._offsets[0] != (period, spread):
+            self._offsets = ((period, spread), refresh_offsets(self.layouts, period, spread))
+        return self._offsets[1]
 
     def slots(self) -> Iterator[tuple[Bucket, Slot]]:
         """Every parameter's matrices, bucket by bucket."""
@@ -122,7 +139,7 @@ def overwrite(live: dict[str, Any], saved: Mapping[str, Any]) -> None:
     """Put saved values into a parameter's live state, in place, so that views stay views and nothing is shared."""
     for key, value in saved.items():
         if key not in live:
-            live[key] = value.detach().to(live["average"], copy=True)
+            live[key] = torch.empty_like(live["average"]).copy_(value)
         elif isinstance(live[key], Tensor):
             live[key].copy_(value)
         else:

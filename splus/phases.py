@@ -1,7 +1,7 @@
-"""One step of a parameter group, phase by phase: directions, weights and averages, factors, refreshes."""
+"""The phases of a step of a parameter group: directions, weights and averages, factors, refreshes."""
 
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
@@ -10,7 +10,6 @@ from torch import Tensor
 from splus.averaging import update_averages
 from splus.books import Batch, GroupBooks, stack_gradients
 from splus.eigenbasis import refresh_due
-from splus.faults import Faults
 from splus.plan import Slot
 from splus.precision import full_precision
 
@@ -18,12 +17,11 @@ Group = Mapping[str, Any]
 State = Mapping[Tensor, dict[str, Any]]
 
 
-def step_group(group: Group, books: GroupBooks, state: State, gradients: Mapping[int, Tensor], faults: Faults) -> None:
-    """Update the parameters of a group that have a gradient.
+def step_group(group: Group, books: GroupBooks, state: State, gradients: Mapping[int, Tensor]) -> None:
+    """Update the parameters of a group that have a gradient, and their factors.
 
     Args:
         gradients: by position in the group, in the parameter's shape and the state's dtype.
-        faults: told of the decompositions that fail.
     """
     for position in gradients:
         state[books.parameters[position]]["step"] += 1
@@ -32,7 +30,6 @@ def step_group(group: Group, books: GroupBooks, state: State, gradients: Mapping
     apply_updates(group, books, state, updates)
     for batch in batches:
         batch.bucket.accumulate(batch.G, batch.active, group["betas"][1])
-    refresh_bases(group, books, state, batches, faults)
 
 
 def elementwise_updates(
@@ -77,32 +74,41 @@ def apply_updates(group: Group, books: GroupBooks, state: State, updates: Mappin
             parameter.copy_(whole)
 
 
-def refresh_bases(group: Group, books: GroupBooks, state: State, batches: list[Batch], faults: Faults) -> None:
-    """Renew the bases that are due after this step, together for each bucket and method."""
+def refresh_bases(group: Group, books: GroupBooks, state: State, stepped: Collection[int]) -> None:
+    """Renew the bases that are due now, together for each bucket and method.
+
+    Args:
+        stepped: positions of the parameters that this step updated; the others' schedules stand still.
+
+    Raises:
+        RuntimeError: a matrix's decompositions failed too often in a row.
+    """
     started = time.perf_counter()
     period, growth = group["precondition_frequency"], group["refresh_growth"]
-    for batch in batches:
+    offsets = books.offsets(period, group["spread_refreshes"])
+    for bucket in books.buckets:
         due: dict[Any, list[Slot]] = {}
-        for slot in batch.slots:
+        for slot in bucket.plan.slots:
             step = state[books.parameters[slot.parameter]]["step"]
-            if refresh_due(step, period, growth, books.offsets[slot.parameter]):
+            if slot.parameter in stepped and refresh_due(step, period, growth, offsets[slot.parameter]):
                 # There is nothing to start a warm iteration from at step 1.
                 due.setdefault("eigh" if step == 1 else group["refresh_method"], []).append(slot)
         for method, slots in due.items():
-            failed = batch.bucket.refresh([position for slot in slots for position in slot.matrices], method)
+            failed = bucket.refresh([position for slot in slots for position in slot.matrices], method)
             books.refreshes += sum(slot.count for slot in slots)
-            _report_failures(books, slots, failed, faults)
+            _report_failures(books, slots, failed)
     books.refresh_seconds += time.perf_counter() - started
 
 
-def _report_failures(books: GroupBooks, refreshed: list[Slot], failed: set[int], faults: Faults) -> None:
+def _report_failures(books: GroupBooks, refreshed: list[Slot], failed: set[int]) -> None:
     for slot in refreshed:
-        name = books.names[slot.parameter] + (f", part {slot.part}" if slot.part else "")
+        key = (slot.parameter, slot.part)
         if failed.isdisjoint(slot.matrices):
-            faults.clear(name)
+            books.decomposition_faults.clear(key)
         else:
-            faults.report(
-                name,
+            books.decomposition_faults.report(
+                key,
+                books.names[slot.parameter] + (f", part {slot.part}" if slot.part else ""),
                 "A decomposition that failed in fp32 and fp64 keeps the old eigenbasis",
                 "Its factors are not finite, or the solver is at fault: scale the loss so that squared gradients "
                 "are within fp32's range.",

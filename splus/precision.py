@@ -55,7 +55,10 @@ def _full_fp32_products() -> Iterator[None]:
             yield
         finally:
             for backend, precision in zip(backends, before):
-                backend.fp32_precision = precision
+                # A backend that was never set reads what it inherits; left explicit, it would not follow any more.
+                backend.fp32_precision = "none"
+                if backend.fp32_precision != precision:
+                    backend.fp32_precision = precision
     else:
         precision = torch.get_float32_matmul_precision()
         try:

@@ -191,7 +191,7 @@ def test_settings_survive_an_exception(choose: Callable[[], None], monkeypatch: 
     def failing(*arguments: Any) -> None:
         raise ArithmeticError("halfway")
 
-    monkeypatch.setattr(splus.phases, "refresh_bases", failing)
+    monkeypatch.setattr(splus.optimizer, "refresh_bases", failing)
     choose()
     before = readings()
     with torch.autocast("cpu", dtype=torch.bfloat16), pytest.raises(ArithmeticError, match="halfway"):

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 
 import splus.buckets
 from splus import PAPER, SPlus
+from splus.books import DECOMPOSITION_FAULT_LIMIT
 from splus.eigenbasis import basis_drift, orthogonal_iteration, orthogonality_error, refresh_due, refreshed_basis
 from splus.matrices import matrix_layout
-from splus.optimizer import DECOMPOSITION_FAULT_LIMIT
 from splus.plan import refresh_offsets
 
 DOUBLE = torch.float64

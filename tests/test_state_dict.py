@@ -775,12 +775,14 @@ def test_checkpoint_directory(kind: str, flatten: bool, tmp_path: Path) -> None:
     """torch.distributed.checkpoint writes and reads the state, numbers and options included, without processes."""
     options = StateDictOptions(flatten_optimizer_state_dict=flatten)
     model, optimizer = trained(kind, lr=0.2)
-    dcp.save({"optimizer": get_optimizer_state_dict(model, optimizer, options=options)}, checkpoint_id=tmp_path)
+    dcp.save(
+        {"optimizer": get_optimizer_state_dict(model, optimizer, options=options)}, checkpoint_id=tmp_path, no_dist=True
+    )
     resumed = network(seed=1)
     restored = optimizer_of(resumed, kind)
     resumed.load_state_dict(model.state_dict())
     read = {"optimizer": get_optimizer_state_dict(resumed, restored, options=options)}
-    dcp.load(read, checkpoint_id=tmp_path)
+    dcp.load(read, checkpoint_id=tmp_path, no_dist=True)
     set_optimizer_state_dict(resumed, restored, read["optimizer"], options=options)
     assert restored.param_groups[0]["lr"] == 0.2
     assert losses(resumed, restored, LONG) == losses(model, optimizer, LONG)
