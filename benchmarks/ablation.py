@@ -1,6 +1,6 @@
 """What each choice of SPlus is worth: the same runs with one thing changed, on the three objectives.
 
-    python -m benchmarks.ablation                                    (settings and variants: conf/ablation/ablation.yaml)
+    python -m benchmarks.ablation                                     (settings and variants: conf/ablation/)
     python -m benchmarks.ablation objectives=[language_modelling] variants=[published,default]
 
 One seed and one learning rate for all variants of SPlus: differences of a hundredth are noise. Stop it whenever you

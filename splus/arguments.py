@@ -111,8 +111,8 @@ def check_unchanged(parameter: Tensor, name: str, dtype: torch.dtype, device: to
     """Raise for a parameter that was cast or moved after its state was made in ``dtype``'s precision on ``device``."""
     if parameter.dtype != dtype or parameter.device != device:
         raise RuntimeError(
-            f"{name} is {parameter.dtype} on {parameter.device} now and was {dtype} on {device} when SPlus made its state. "
-            "Cast or move the model before making the optimizer."
+            f"{name} is {parameter.dtype} on {parameter.device} now and was {dtype} on {device} when its state was "
+            "made; cast or move the model before making the optimizer."
         )
 
 

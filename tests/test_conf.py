@@ -3,6 +3,7 @@
 from itertools import product
 
 import pytest
+from hydra.utils import get_object
 from omegaconf import OmegaConf
 from omegaconf.errors import InterpolationResolutionError
 from runs import OBJECTIVES, ROOT, configuration
@@ -24,10 +25,16 @@ def test_every_combination_composes_with_nothing_missing(schedule, preset):
         OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
 
 
-def test_every_file_of_the_groups_model_and_data_belongs_to_an_objective():
-    for group in ("model", "data"):
-        targets = {configuration(f"objective={objective}")[group]._target_ for objective in OBJECTIVES}
-        assert {OmegaConf.load(ROOT / "conf" / group / f"{name}.yaml")._target_ for name in options(group)} == targets
+def test_every_model_belongs_to_an_objective():
+    targets = {configuration(f"objective={objective}").model._target_ for objective in OBJECTIVES}
+    assert {OmegaConf.load(ROOT / "conf" / "model" / f"{name}.yaml")._target_ for name in options("model")} == targets
+
+
+@pytest.mark.parametrize("data", options("data"))
+def test_every_data_composes(data):
+    config = configuration(f"data={data}")
+    OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
+    assert callable(get_object(config.data._target_))
 
 
 @pytest.mark.parametrize("objective", OBJECTIVES)
