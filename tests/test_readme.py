@@ -1,0 +1,39 @@
+"""What the README shows works as printed."""
+
+import re
+from pathlib import Path
+
+import pytest
+from hydra import compose, initialize_config_dir
+
+from splus import PAPER
+
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text()
+
+
+@pytest.mark.parametrize("block", re.findall(r"```python\n(.*?)```", README, re.DOTALL))
+def test_snippets_run(block: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Every Python snippet runs, as it stands."""
+    exec(compile(block, "README.md", "exec"), {})
+    assert capsys.readouterr().out
+
+
+def test_commands_exist() -> None:
+    """Every module and make target that the README names is there."""
+    for module in set(re.findall(r"python -m ([a-z_.]+)", README)):
+        path = ROOT / module.replace(".", "/")
+        assert path.with_suffix(".py").exists() or (path / "__main__.py").exists(), module
+    targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    assert set(re.findall(r"make ([a-z]+)", README)) <= targets
+
+
+def test_published_settings_of_the_benchmark_are_the_package_s() -> None:
+    """optimizer=splus_published is PAPER, but for what belongs to a run: its rate, decay and averaging horizon."""
+    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
+        settings = compose("config", overrides=["optimizer=splus_published"]).optimizer
+    of_the_run = {"lr", "weight_decay", "ema_decay", "whiten"}
+    assert set(settings) - {"_target_"} == set(PAPER) - {"whiten"}
+    for name in set(PAPER) - of_the_run:
+        expected = list(PAPER[name]) if isinstance(PAPER[name], tuple) else PAPER[name]
+        assert settings[name] == expected, name
