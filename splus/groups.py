@@ -1,6 +1,7 @@
 """Parameter groups from a model: which parameters are whitened, which take the elementwise rule."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -8,6 +9,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.conv import _ConvNd
 
+from splus.books import is_whitened
 from splus.matrices import Sections
 
 # Names that libraries give to the last layer of a model: torchvision (fc, classifier, heads), Hugging Face (lm_head,
@@ -39,13 +41,14 @@ def param_groups(
     apart, a bare parameter of three or more dimensions as a stack of matrices. Works with every torch optimizer; the
     keys it does not know are ignored.
 
-    The head is what has the shape of one by its name (``HEAD_NAMES``, outside any repeated block), what is tied to an
-    embedding, and the last layer of a model that is a ``nn.Sequential``.
+    The head is a linear layer by the name of one (``HEAD_NAMES``, outside any repeated block) or the last layer of a
+    sequence of that name, what is tied to an embedding, and the last layer of a model that is a ``nn.Sequential``.
 
     Args:
         model: any module. Its frozen parameters are listed too, so that they can be thawed.
         weight_decay: of the whitened group.
-        head: glob patterns of module names that are output heads as well, such as ``"decoder.out"``.
+        head: glob patterns of module names that are output heads as well, such as ``"decoder.out"``:
+            a sequence's last linear layer, all there is of another module.
         split: fused projections, as a map from glob patterns of parameter names to sections of their rows (a number
             or sizes), such as ``{"*.qkv.weight": 3}``. For a layer that stores (in, out), as Hugging Face's Conv1D,
             the columns are meant.
@@ -55,49 +58,68 @@ def param_groups(
         ``split``, ``split_dim``, ``stacked`` of each parameter.
 
     Raises:
-        ValueError: a pattern that matches nothing.
+        ValueError: a pattern that matches nothing, or nothing that is whitened.
     """
     split = dict(split or {})
     _check_patterns(model, head, split)
     heads = _heads(model, head)
     whitened: dict[str, Any] = {"params": [], "param_names": [], "split": [], "split_dim": [], "stacked": []}
     elementwise: dict[str, Any] = {"params": [], "param_names": []}
-    for name, parameter, owners in _owners(model):
-        if parameter.ndim < 2 or any(_is_elementwise(path, module, name, parameter, heads) for path, module in owners):
+    unused = dict(split)
+    for parameter, owners in _owners(model).items():
+        if any(_is_elementwise(owner, parameter, heads) for owner in owners):
             group = elementwise
         else:
             group = whitened
-            group["stacked"].append(_is_stacked(owners[0][1], parameter))
-            group["split"].append(_sections(name, owners[0][1], parameter, split))
-            group["split_dim"].append(int(_stores_inputs_first(owners[0][1])))
+            pattern = next((pattern for pattern in split for owner in owners if fnmatchcase(owner.name, pattern)), None)
+            unused.pop(pattern, None)  # type: ignore[arg-type]
+            group["stacked"].append(_is_stacked(owners[0].module, parameter))
+            group["split"].append(_sections(owners[0]) if pattern is None else split[pattern])
+            group["split_dim"].append(int(_stores_inputs_first(owners[0].module)))
         group["params"].append(parameter)
-        group["param_names"].append(name)
+        group["param_names"].append(owners[0].name)
+    if unused:
+        raise ValueError(
+            f"The patterns {', '.join(map(repr, unused))} of split match no whitened parameter that an earlier pattern "
+            "leaves; only those have sections."
+        )
     whitened |= {"name": "whitened", "whiten": True, "weight_decay": weight_decay}
     elementwise |= {"name": "elementwise", "whiten": False, "weight_decay": 0.0}
     return [group for group in (whitened, elementwise) if group["params"]]
 
 
-def _owners(model: nn.Module) -> Iterator[tuple[str, nn.Parameter, list[tuple[str, nn.Module]]]]:
-    """Every parameter once, by its first name, with all the modules that hold it."""
-    found: dict[nn.Parameter, tuple[str, list[tuple[str, nn.Module]]]] = {}
+@dataclass(frozen=True)
+class _Owner:
+    """A module that holds a parameter: its path, and the parameter's name there."""
+
+    path: str
+    module: nn.Module
+    name: str
+
+
+def _owners(model: nn.Module) -> dict[nn.Parameter, list[_Owner]]:
+    """Every parameter once, with all the modules that hold it; a parametrized weight belongs to its layer."""
+    found: dict[nn.Parameter, list[_Owner]] = {}
     for path, module in model.named_modules(remove_duplicate=False):
+        layer = f".{path}".partition(".parametrizations.")[0].lstrip(".")
         for local, parameter in module.named_parameters(recurse=False):
             name = f"{path}.{local}" if path else local
-            found.setdefault(parameter, (name, []))[1].append((path, module))
-    for parameter, (name, owners) in found.items():
-        yield name, parameter, owners
+            found.setdefault(parameter, []).append(_Owner(layer, model.get_submodule(layer), name))
+    return found
 
 
-def _is_elementwise(path: str, module: nn.Module, name: str, parameter: nn.Parameter, heads: set[str]) -> bool:
-    kind, local = type(module).__name__, name.rpartition(".")[2]
-    if path in heads or isinstance(module, (nn.Embedding, nn.EmbeddingBag, *_NORMS)) or kind.endswith("Norm"):
+def _is_elementwise(owner: _Owner, parameter: nn.Parameter, heads: set[str]) -> bool:
+    module, kind = owner.module, type(owner.module).__name__
+    if not is_whitened(tuple(parameter.shape), _is_stacked(module, parameter), whiten=True, max_side=0):
         return True
-    if isinstance(module, _ConvNd):
-        return module.groups > 1 and module.groups == max(module.in_channels, module.out_channels)
+    if owner.path in heads or isinstance(module, (nn.Embedding, nn.EmbeddingBag, *_NORMS)) or kind.endswith("Norm"):
+        return True
+    if isinstance(module, _ConvNd):  # a depthwise one maps single channels
+        return module.groups > 1 and module.groups in (module.in_channels, module.out_channels)
     if _is_layer(module):
-        return min(parameter.shape) < 2
+        return False
     # A bare parameter: positions, class tokens, learned queries are tables; what is left maps features to features.
-    tables = any(part in local.lower() for part in TABLE_NAMES) or "embed" in kind.lower()
+    tables = any(part in owner.name.rpartition(".")[2].lower() for part in TABLE_NAMES) or "embed" in kind.lower()
     return tables or sum(side > 1 for side in parameter.shape) < 2 or parameter.shape[0] == 1
 
 
@@ -115,13 +137,12 @@ def _stores_inputs_first(module: nn.Module) -> bool:
     return type(module).__name__ == "Conv1D" and hasattr(module, "nf")  # Hugging Face's linear layer of GPT-2
 
 
-def _sections(name: str, module: nn.Module, parameter: nn.Parameter, split: Mapping[str, Sections]) -> Sections:
-    for pattern, sections in split.items():
-        if fnmatchcase(name, pattern):
-            return sections
-    if isinstance(module, nn.MultiheadAttention) and name.endswith("in_proj_weight"):
+def _sections(owner: _Owner) -> Sections:
+    """The sections that a layer of torch is known to have."""
+    module, local = owner.module, owner.name.rpartition(".")[2]
+    if isinstance(module, nn.MultiheadAttention) and local == "in_proj_weight":
         return 3
-    if isinstance(module, (nn.RNNBase, nn.RNNCellBase)):
+    if isinstance(module, (nn.RNNBase, nn.RNNCellBase)) and local.startswith(("weight_ih", "weight_hh")):
         return next((gates for kind, gates in _GATES.items() if kind.__name__ in type(module).__name__), None)
     if isinstance(module, _ConvNd) and module.groups > 1:
         return module.groups
@@ -133,21 +154,29 @@ def _heads(model: nn.Module, patterns: Sequence[str]) -> set[str]:
     heads = set()
     for path, module in model.named_modules():
         parent, _, last = path.rpartition(".")
-        container = parent.rpartition(".")[2]
         repeated = any(part.isdigit() for part in parent.split("."))
-        named = last in HEAD_NAMES and isinstance(module, nn.Linear) and not repeated
-        last_of_named = container in HEAD_NAMES and _is_last_linear(model.get_submodule(parent), last)
-        if named or last_of_named or any(fnmatchcase(path, pattern) for pattern in patterns):
-            heads.add(path)
-    if isinstance(model, nn.Sequential):
-        heads |= {last for last, _ in model.named_children() if _is_last_linear(model, last)}
+        asked = any(fnmatchcase(path, pattern) for pattern in patterns)
+        if asked or (last in HEAD_NAMES and not repeated) or (path == "" and isinstance(model, nn.Sequential)):
+            layer = _last_layer(module)
+            if layer is not None:
+                heads.add(f"{path}.{layer}".strip("."))
+            elif asked:
+                heads |= {f"{path}.{below}".strip(".") for below, _ in module.named_modules()}
     return heads
 
 
-def _is_last_linear(parent: nn.Module, name: str) -> bool:
-    """Whether ``name`` is the last linear layer among the children of a sequence."""
-    linear = [child for child, module in parent.named_children() if isinstance(module, nn.Linear)]
-    return isinstance(parent, nn.Sequential) and linear[-1:] == [name]
+def _last_layer(module: nn.Module) -> str | None:
+    """The path in ``module`` of its last layer, if that is linear and nothing but sequences is around it."""
+    if isinstance(module, nn.Linear):
+        return ""
+    if not isinstance(module, nn.Sequential):
+        return None
+    trained = [(name, child) for name, child in module.named_children() if any(True for _ in child.parameters())]
+    if not trained:
+        return None
+    name, child = trained[-1]
+    below = _last_layer(child)
+    return None if below is None else f"{name}.{below}".rstrip(".")
 
 
 def _check_patterns(model: nn.Module, head: Sequence[str], split: Mapping[str, Sections]) -> None:

@@ -19,7 +19,8 @@ def group_metrics(
 ) -> dict[str, Any]:
     """The metrics of one group; see :meth:`splus.SPlus.metrics`."""
     lr, constant = float(group["lr"]), group["elementwise_scale"]
-    squares, entries, drift, error = 0.0, 0, 0.0, 0.0
+    squares, entries = 0.0, 0
+    drifts, errors = [torch.zeros(1)], [torch.zeros(1)]
     for position in books.elementwise:
         signs = state[books.parameters[position]]["momentum"].sign()
         squares += float(signs.square().sum()) * (lr * constant) ** 2
@@ -34,13 +35,13 @@ def group_metrics(
             for side in ("left", "right"):
                 if f"basis_{side}" in stacks:
                     Q = stacks[f"basis_{side}"]
-                    drift = max(drift, float(basis_drift(stacks[f"factor_{side}"], Q).max()))
-                    error = max(error, float(orthogonality_error(Q).max()))
+                    drifts.append(basis_drift(stacks[f"factor_{side}"], Q).cpu())
+                    errors.append(orthogonality_error(Q).cpu())
     metrics = {"name": group["name"]} if "name" in group else {}
     return metrics | {
         "update_rms": math.sqrt(squares / max(entries, 1)),
-        "basis_drift": drift,
-        "orthogonality_error": error,
+        "basis_drift": float(torch.cat(drifts).max()),
+        "orthogonality_error": float(torch.cat(errors).max()),
         "refreshes": books.refreshes,
         "refresh_seconds": books.refresh_seconds,
     }
