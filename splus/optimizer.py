@@ -129,11 +129,8 @@ class SPlus(Optimizer):
             "maximize": maximize,
             "training": True,
         }
-        self._make_books()
-        super().__init__(params, defaults)
-
-    def _make_books(self) -> None:
         self._books: list[GroupBooks] = []
+        super().__init__(params, defaults)
 
     @torch.no_grad()
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -272,7 +269,7 @@ class SPlus(Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._make_books()
+        self._books = []
         for index, group in enumerate(self.param_groups):
             self._books.append(GroupBooks(group, index))
             self._books[-1].link(self.state)
