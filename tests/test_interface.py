@@ -2,6 +2,7 @@
 
 import copy
 import inspect
+import io
 import itertools
 import warnings
 from collections.abc import Callable
@@ -169,6 +170,23 @@ def test_betas_of_any_sequence() -> None:
             assert type(group["betas"]) is tuple
             assert [type(beta) for beta in group["betas"]] == [float, float]
             assert group["betas"] == pytest.approx((0.8, 0.95))
+
+
+def test_sections_from_hydra() -> None:
+    """So are sizes of sections, whether the optimizer, a group or param_groups gets them; the safe loader admits them."""
+    from_hydra = OmegaConf.create({"split": [4, 2]}).split
+    model = nn.Linear(3, 6, bias=False)
+    for optimizer in (
+        SPlus(model.parameters(), split=from_hydra),
+        SPlus([{"params": model.parameters(), "split": from_hydra}]),
+        SPlus([{"params": model.parameters(), "split": [from_hydra]}]),
+        SPlus(param_groups(nn.ModuleDict({"fused": model, "out": nn.Linear(3, 3)}), split={"fused.*": from_hydra})),
+    ):
+        file = io.BytesIO()
+        torch.save(optimizer.state_dict(), file)
+        file.seek(0)
+        split = torch.load(file, weights_only=True)["param_groups"][0]["split"]
+        assert (split[0] if isinstance(split, list) else split) == (4, 2)
 
 
 PER_GROUP: dict[str, tuple[Any, Any]] = {
@@ -704,6 +722,45 @@ def test_group_added_late() -> None:
     assert same(*runs)
 
 
+def test_groups_made_of_another_optimizers() -> None:
+    """The groups of an optimizer, even one in eval mode, make a new one, which is in train mode as every new one is."""
+    first = SPlus(parameters_of(), lr=0.3).eval()
+    second = SPlus([dict(group) for group in first.param_groups], lr=0.1)
+    assert second.training
+    assert second.param_groups[0]["lr"] == 0.3
+    drive(second, second.param_groups[0]["params"], gradients_of(2))
+    second.eval().train()
+
+
+def test_group_taken_out() -> None:
+    """As with Adam, a group that is deleted from param_groups is not stepped, and the others keep their own options."""
+    kept, deleted = parameters_of((4, 4), (3,)), parameters_of((4, 4), (3,))
+    optimizer = SPlus([{"params": deleted, "lr": 0.1}, {"params": kept, "lr": 0.5}])
+    start = [parameter.detach().clone() for parameter in deleted]
+    del optimizer.param_groups[0]
+    drive(optimizer, [*kept, *deleted], [(*of_step, *of_step) for of_step in gradients_of(4, (4, 4), (3,))])
+    optimizer.eval().train()
+    alone = parameters_of((4, 4), (3,))
+    drive(SPlus(alone, lr=0.5), alone, gradients_of(4, (4, 4), (3,)))
+    assert same([p.detach() for p in deleted], start)
+    assert same([p.detach() for p in kept], [p.detach() for p in alone])
+
+
+def test_parameters_put_in_the_place_of_others() -> None:
+    """As with Adam, tools may put other parameters into a group: they train from fresh state, the ones that stay go on."""
+    parameters, (replacement,) = parameters_of((4, 4), (4, 4)), parameters_of((4, 4))
+    optimizer = SPlus(parameters, spread_refreshes=False)
+    gradients = gradients_of(8, (4, 4), (4, 4))
+    drive(optimizer, parameters, gradients[:4])
+    optimizer.param_groups[0]["params"] = [parameters[0], replacement]
+    drive(optimizer, [parameters[0], replacement], gradients[4:])
+    undisturbed, (alone,) = parameters_of((4, 4), (4, 4)), parameters_of((4, 4))
+    drive(SPlus(undisturbed, spread_refreshes=False), undisturbed, gradients)
+    drive(SPlus([alone], spread_refreshes=False), [alone], [[G] for _, G in gradients[4:]])
+    assert torch.equal(parameters[0], undisturbed[0])
+    assert torch.equal(replacement, alone)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
 def test_model_cast_after_the_optimizer_was_made(dtype: torch.dtype) -> None:
     """State is made with the optimizer, so a model that is cast later is an error that says which way round it goes."""
@@ -756,6 +813,32 @@ def test_gradients_that_carry_a_graph() -> None:
         assert all(p.is_leaf and p.requires_grad for p in model.parameters())
         runs.append([parameter.detach() for parameter in model.parameters()])
     assert same(*runs)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_evaluation_in_inference_mode(dtype: torch.dtype) -> None:
+    """Swapping inside torch.inference_mode(), one way or both, leaves parameters and state that train on as before."""
+    runs = []
+    for evaluates in ("not", "inside", "across"):
+        parameters = parameters_of(dtype=dtype)
+        optimizer = SPlus(parameters)
+        for of_step in gradients_of(6):
+            drive(optimizer, parameters, [[G.to(dtype) for G in of_step]])
+            with torch.inference_mode():
+                if evaluates == "inside":
+                    optimizer.eval().train()
+                elif evaluates == "across":
+                    optimizer.eval()
+            optimizer.train()
+        assert not any(
+            value.is_inference()
+            for state in optimizer.state.values()
+            for value in state.values()
+            if isinstance(value, Tensor)
+        )
+        runs.append([parameter.detach() for parameter in parameters])
+    assert same(runs[0], runs[1])
+    assert same(runs[0], runs[2])
 
 
 def test_step_leaves_gradients_alone() -> None:

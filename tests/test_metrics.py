@@ -321,6 +321,17 @@ def test_the_mode_does_not_matter() -> None:
         assert optimizer.metrics() == told
 
 
+def test_counts_are_of_the_work_done_here() -> None:
+    """A loaded or copied optimizer counts refreshes from zero; of its state it tells what the original tells."""
+    optimizer, _ = trained()
+    restored = SPlus(zeros(SHAPES))
+    restored.load_state_dict(optimizer.state_dict())
+    told = optimizer.metrics()[0]
+    assert told["refreshes"] > 0
+    for fresh in (restored, deepcopy(optimizer)):
+        assert fresh.metrics() == [told | {"refreshes": 0, "refresh_seconds": 0}]
+
+
 # A learning rate from Adam's
 
 

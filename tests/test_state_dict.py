@@ -769,6 +769,7 @@ def test_flattened_state_dict_loads_into_other_groups(grouping: str) -> None:
         assert differences(restored.state[parameter], optimizer.state[parameter]) == []
 
 
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 @pytest.mark.parametrize("flatten", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
 def test_checkpoint_directory(kind: str, flatten: bool, tmp_path: Path) -> None:
