@@ -173,7 +173,7 @@ def test_betas_of_any_sequence() -> None:
 
 
 def test_sections_from_hydra() -> None:
-    """So are sizes of sections, whether the optimizer, a group or param_groups gets them; the safe loader admits them."""
+    """So are sizes of sections, whoever is given them, the optimizer, a group or param_groups; a file has tuples."""
     from_hydra = OmegaConf.create({"split": [4, 2]}).split
     model = nn.Linear(3, 6, bias=False)
     for optimizer in (
@@ -747,7 +747,7 @@ def test_group_taken_out() -> None:
 
 
 def test_parameters_put_in_the_place_of_others() -> None:
-    """As with Adam, tools may put other parameters into a group: they train from fresh state, the ones that stay go on."""
+    """As with Adam, tools may put other parameters into a group: they start afresh, and the ones that stay go on."""
     parameters, (replacement,) = parameters_of((4, 4), (4, 4)), parameters_of((4, 4))
     optimizer = SPlus(parameters, spread_refreshes=False)
     gradients = gradients_of(8, (4, 4), (4, 4))
