@@ -17,7 +17,7 @@ compare: $(VENV)/bench  ## SPlus against Adam on text, images and diffusion: a t
 smoke: $(VENV)/bench  ## the same with toy runs, to see that all of it works (under a minute)
 	$(BIN)/python -m benchmarks.compare preset=smoke
 
-ablation: $(VENV)/bench  ## what each choice of SPlus is worth, on the three objectives (about 15 minutes on 2 cores)
+ablation: $(VENV)/bench  ## what each choice of SPlus is worth, on the three objectives (about 20 minutes on 2 cores)
 	$(BIN)/python -m benchmarks.ablation
 
 test: lint types suite  ## lint, types and the test suite with branch coverage (under 10 minutes on 2 cores)

@@ -207,6 +207,7 @@ def test_rewinding_one_optimizer(swap: str, changed_to: str) -> None:
     SWAPS[changed_to](optimizer)
     model.load_state_dict(saved[0])
     optimizer.load_state_dict(saved[1])
+    assert differences(everything(model, optimizer), saved) == []
     assert [storages(optimizer.state[p]["momentum"]) for p in model.parameters()] == addresses
     assert storages(optimizer.state[model[5].weight]["momentum"]) == storages(
         optimizer.state[model[7].weight]["momentum"]
@@ -688,6 +689,7 @@ def test_group_added_to_a_copy(copied: str, mode: bool) -> None:
         late = nn.Parameter(draws(1, 6, 6, dtype=torch.float32)[0])
         by.add_param_group({"params": [late], "lr": 0.01})
         assert by.param_groups[1]["ema_decay"] == BASE["ema_decay"]
+        assert by.param_groups[1]["training"] == mode
         by.train()
         by.zero_grad()
         late.grad = draws(1, 6, 6, seed=1, dtype=torch.float32)[0]
