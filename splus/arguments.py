@@ -1,6 +1,6 @@
 """The arguments of SPlus: their defaults where a measurement chose them, the published ones, and their checks."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -54,6 +54,18 @@ def refuse_unsupported(*, decoupled_weight_decay: bool, **given: object) -> None
             "decoupled_weight_decay=False is given; SPlus does not support it: a sign would undo what a decay adds to "
             "the gradient. Leave it out."
         )
+
+
+def make_plain(group: MutableMapping[str, Any]) -> None:
+    """In place, options that may be lists as Python's own: a configuration's list is one value, a tuple of sections."""
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, list):
+            return [plain(entry) for entry in value]
+        return tuple(value) if isinstance(value, Sequence) else value
+
+    for option in ("split", "split_dim", "stacked"):
+        group[option] = plain(group[option])
 
 
 def check_group(group: Mapping[str, Any]) -> None:

@@ -1,6 +1,7 @@
 """What the optimizer keeps for one parameter group: the plan, the buckets, and the state made of them."""
 
 import math
+import operator
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -38,6 +39,7 @@ class GroupBooks:
     """
 
     def __init__(self, group: Mapping[str, Any], index: int) -> None:
+        self._listed = list(group["params"])
         positions = {parameter: position for position, parameter in reversed(list(enumerate(group["params"])))}
         self.parameters: dict[int, Tensor] = {i: p for p, i in sorted(positions.items(), key=lambda item: item[1])}
         self.names = {position: parameter_name(group, index, position) for position in self.parameters}
@@ -73,6 +75,10 @@ class GroupBooks:
             except ValueError as error:
                 raise ValueError(f"{self.names[position]}: {error}") from None
         return layouts
+
+    def are_of(self, group: Mapping[str, Any]) -> bool:
+        """Whether these are the books of the parameters that the group has now."""
+        return len(group["params"]) == len(self._listed) and all(map(operator.is_, group["params"], self._listed))
 
     def offsets(self, period: int, spread: bool) -> dict[int, int]:
         """How many steps early each whitened parameter refreshes; planned anew when the group's settings change."""

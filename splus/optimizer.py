@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer, ParamsT
 
-from splus.arguments import check_gradient, check_group, check_unchanged, refuse_unsupported
+from splus.arguments import check_gradient, check_group, check_unchanged, make_plain, refuse_unsupported
 from splus.averaging import keep_weights, put_back_weights, put_in_averages
 from splus.books import GroupBooks
 from splus.loading import load_optimizer_state
@@ -138,13 +138,14 @@ class SPlus(Optimizer):
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         try:
+            make_plain(group)
             check_group(group)
             group["betas"] = tuple(float(beta) for beta in group["betas"])
             books = GroupBooks(group, len(self._books))
         except ValueError:
             self.param_groups.pop()
             raise
-        group["training"] = self.training
+        group["training"] = not self._books or self.training
         self._books.append(books)
         books.link(self.state)
         if not self.training:
@@ -180,6 +181,7 @@ class SPlus(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        self._follow_groups()
         gradients = self._gradients()
         with exact_arithmetic({gradient.device.type for of_group in gradients for gradient in of_group.values()}):
             for group, books, of_group in zip(self.param_groups, self._books, gradients):
@@ -226,6 +228,7 @@ class SPlus(Optimizer):
         """
         if mode == self.training:
             return self
+        self._follow_groups()
         for group, books in zip(self.param_groups, self._books):
             if mode:
                 put_back_weights(books.parameters.values(), self.state)
@@ -253,6 +256,7 @@ class SPlus(Optimizer):
             the group's entries), ``basis_drift`` (the largest ‖offdiag(QᵀSQ)‖ / ‖QᵀSQ‖ of a factor),
             ``orthogonality_error`` (max |QᵀQ - I|), ``refreshes`` (of matrices, so far) and ``refresh_seconds``.
         """
+        self._follow_groups()
         return [group_metrics(group, books, self.state) for group, books in zip(self.param_groups, self._books)]
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -265,14 +269,25 @@ class SPlus(Optimizer):
         Raises:
             ValueError: groups, names, shapes or structural options differ; nothing has been changed then.
         """
+        self._follow_groups()
         load_optimizer_state(self, state_dict)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self._books = []
-        for index, group in enumerate(self.param_groups):
-            self._books.append(GroupBooks(group, index))
-            self._books[-1].link(self.state)
+        self._follow_groups()
+
+    @torch.no_grad()
+    def _follow_groups(self) -> None:
+        """Make the books anew, with the state there is, if someone has changed ``param_groups`` by hand."""
+        groups = self.param_groups
+        if len(groups) == len(self._books) and all(b.are_of(group) for b, group in zip(self._books, groups)):
+            return
+        self._books = [GroupBooks(group, index) for index, group in enumerate(groups)]
+        for books in self._books:
+            books.link(self.state)
+            if not self.training:
+                keep_weights([p for p in books.parameters.values() if "weights" not in self.state[p]], self.state)
 
 
 def _usable(gradients: Mapping[int, Tensor], books: GroupBooks) -> list[bool]:
