@@ -26,7 +26,7 @@ from torch.testing._internal.common_optimizers import (
 from splus import SPlus
 
 # Importing torch's test utilities forbids setting global flags for the rest of the process; other tests here set them.
-setattr(torch.backends, "__allow_nonbracketed_mutation_flag", True)  # noqa: B010
+torch.backends.disable_global_flags.__globals__["__allow_nonbracketed_mutation_flag"] = True
 
 ADAM = next(info for info in optim_db if info.optim_cls is torch.optim.Adam)
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
