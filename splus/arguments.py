@@ -1,8 +1,9 @@
 """The arguments of SPlus: their defaults where a measurement chose them, the published ones, and their checks."""
 
+import operator
 from collections.abc import Mapping, MutableMapping, Sequence
 from types import MappingProxyType
-from typing import Any
+from typing import Any, SupportsIndex
 
 import torch
 from torch import Tensor
@@ -57,7 +58,10 @@ def refuse_unsupported(*, decoupled_weight_decay: bool, **given: object) -> None
 
 
 def make_plain(group: MutableMapping[str, Any]) -> None:
-    """In place, options that may be lists as Python's own: a configuration's list is one value, a tuple of sections."""
+    """In place, options as Python's own values, which every loader admits.
+
+    A configuration's list is one value, a tuple of sections; integers of other libraries become integers.
+    """
 
     def plain(value: Any) -> Any:
         if isinstance(value, list):
@@ -66,6 +70,9 @@ def make_plain(group: MutableMapping[str, Any]) -> None:
 
     for option in ("split", "split_dim", "stacked"):
         group[option] = plain(group[option])
+    for option in ("precondition_frequency", "max_preconditioner_dim"):
+        if isinstance(group[option], SupportsIndex):
+            group[option] = operator.index(group[option])
 
 
 def check_group(group: Mapping[str, Any]) -> None:

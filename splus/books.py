@@ -76,9 +76,10 @@ class GroupBooks:
                 raise ValueError(f"{self.names[position]}: {error}") from None
         return layouts
 
-    def are_of(self, group: Mapping[str, Any]) -> bool:
-        """Whether these are the books of the parameters that the group has now."""
-        return len(group["params"]) == len(self._listed) and all(map(operator.is_, group["params"], self._listed))
+    def are_of(self, group: Mapping[str, Any], state: State) -> bool:
+        """Whether these are the books of the parameters that the group has now, and all of them have their state."""
+        same = len(group["params"]) == len(self._listed) and all(map(operator.is_, group["params"], self._listed))
+        return same and all(parameter in state for parameter in self._listed)
 
     def offsets(self, period: int, spread: bool) -> dict[int, int]:
         """How many steps early each whitened parameter refreshes; planned anew when the group's settings change."""

@@ -21,7 +21,7 @@ HEAD_NAMES = frozenset(
     )
 )
 # Names of bare parameters that are a table of vectors or a token, not a map from features to features.
-TABLE_NAMES = ("embed", "position", "pos_", "token", "table")
+TABLE_NAMES = ("embed", "position", "pos_", "token", "table", "queries", "latents", "codebook")
 _NORMS = (nn.LayerNorm, nn.GroupNorm, _NormBase)
 _GATES = {nn.LSTM: 4, nn.GRU: 3}
 
@@ -139,7 +139,9 @@ def _stores_inputs_first(module: nn.Module) -> bool:
 
 def _sections(owner: _Owner) -> Sections:
     """The sections that a layer of torch is known to have."""
-    module, local = owner.module, owner.name.rpartition(".")[2]
+    # A parametrized weight is called "….parametrizations.<name>.original…".
+    module, local = owner.module, owner.name.partition("parametrizations.")[2].partition(".")[0]
+    local = local or owner.name.rpartition(".")[2]
     if isinstance(module, nn.MultiheadAttention) and local == "in_proj_weight":
         return 3
     if isinstance(module, (nn.RNNBase, nn.RNNCellBase)) and local.startswith(("weight_ih", "weight_hh")):
@@ -152,17 +154,27 @@ def _sections(owner: _Owner) -> Sections:
 def _heads(model: nn.Module, patterns: Sequence[str]) -> set[str]:
     """Paths of the output heads' modules."""
     heads = set()
+    root = _inside_wrappers(model)
     for path, module in model.named_modules():
         parent, _, last = path.rpartition(".")
         repeated = any(part.isdigit() for part in parent.split("."))
         asked = any(fnmatchcase(path, pattern) for pattern in patterns)
-        if asked or (last in HEAD_NAMES and not repeated) or (path == "" and isinstance(model, nn.Sequential)):
+        if asked or (last in HEAD_NAMES and not repeated) or (module is root and isinstance(root, nn.Sequential)):
             layer = _last_layer(module)
             if layer is not None:
                 heads.add(f"{path}.{layer}".strip("."))
             elif asked:
                 heads |= {f"{path}.{below}".strip(".") for below, _ in module.named_modules()}
     return heads
+
+
+def _inside_wrappers(model: nn.Module) -> nn.Module:
+    """The model that DistributedDataParallel (``module``) and torch.compile (``_orig_mod``) wrap."""
+    children = dict(model.named_children())
+    while len(children) == 1 and children.keys() <= {"module", "_orig_mod"}:
+        (model,) = children.values()
+        children = dict(model.named_children())
+    return model
 
 
 def _last_layer(module: nn.Module) -> str | None:

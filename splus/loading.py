@@ -60,6 +60,8 @@ def _checked_groups(optimizer: "SPlus", saved_groups: list[Group]) -> list[Group
         )
     checked = []
     for index, (group, saved) in enumerate(zip(groups, saved_groups)):
+        if "params" not in saved:
+            raise ValueError(f"Group {index} of the loaded dict has no 'params': it is not what state_dict() returns.")
         if len(group["params"]) != len(saved["params"]):
             raise ValueError(
                 f"Group {index} of the loaded state dict has {len(saved['params'])} parameters and this optimizer's "
@@ -85,6 +87,11 @@ def _reordered(group: Group, saved: Group) -> Group:
     """A saved group with its parameters, and the options that list one value for each, in the order of ``group``."""
     if "param_names" not in group or "param_names" not in saved:
         return saved
+    if len(saved["param_names"]) != len(saved["params"]):
+        raise ValueError(
+            f"A group of the loaded state dict has {len(saved['params'])} parameters and {len(saved['param_names'])} "
+            "names: it was saved by an optimizer with other groups. Make this one with the same groups."
+        )
     places = {name: place for place, name in enumerate(saved["param_names"])}
     absent = [name for name in group["param_names"] if name not in places]
     if absent:

@@ -146,6 +146,7 @@ class SPlus(Optimizer):
     @torch.no_grad()
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group, with its state; it joins in the mode that the optimizer is in."""
+        self._follow_groups()
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         try:
@@ -270,6 +271,11 @@ class SPlus(Optimizer):
         self._follow_groups()
         return [group_metrics(group, books, self.state) for group, books in zip(self.param_groups, self._books)]
 
+    def state_dict(self) -> dict[str, Any]:
+        """As of every torch optimizer; it has the average in either mode, and in eval mode the weights being trained."""
+        self._follow_groups()
+        return super().state_dict()
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what :meth:`state_dict` returned, of an optimizer with the same groups and parameters.
 
@@ -290,10 +296,20 @@ class SPlus(Optimizer):
 
     @torch.no_grad()
     def _follow_groups(self) -> None:
-        """Make the books anew, with the state there is, if someone has changed ``param_groups`` by hand."""
+        """Make the books anew, with the state there is, if someone has changed ``param_groups`` or ``state`` by hand.
+
+        A parameter that is in no group any more leaves with its own weights and without its state.
+        """
         groups = self.param_groups
-        if len(groups) == len(self._books) and all(b.are_of(group) for b, group in zip(self._books, groups)):
+        if len(groups) == len(self._books) and all(
+            books.are_of(group, self.state) for books, group in zip(self._books, groups)
+        ):
             return
+        listed = {parameter for group in groups for parameter in group["params"]}
+        for parameter in [parameter for parameter in self.state if parameter not in listed]:
+            if not self.training:
+                put_back_weights([parameter], self.state)
+            del self.state[parameter]
         self._books = [GroupBooks(group, index) for index, group in enumerate(groups)]
         for books in self._books:
             books.link(self.state)

@@ -590,3 +590,21 @@ def test_split_that_does_not_divide() -> None:
     """Sections that do not fit are an error of SPlus that names the parameter."""
     with pytest.raises(ValueError, match=r"'transformer\.blocks\.0\.attention\.out\.weight'.*split=3.*16"):
         SPlus(param_groups(gpt(tied=False), split={"*.attention.*.weight": 3}))
+
+
+def test_parametrized_projections_and_gates_are_whitened_apart() -> None:
+    """What parametrizes a fused weight has its sections."""
+    attention, lstm = nn.MultiheadAttention(8, 2), nn.LSTM(8, 8)
+    for layer, name, sections in ((attention, "in_proj_weight", 3), (lstm, "weight_ih_l0", 4)):
+        nn.utils.parametrize.register_parametrization(layer, name, nn.Identity())
+        group = next(group for group in param_groups(layer) if group["name"] == WHITENED)
+        place = group["param_names"].index(f"parametrizations.{name}.original")
+        assert group["split"][place] == sections
+
+
+@pytest.mark.parametrize("wrapper", ["module", "_orig_mod"])
+def test_head_of_a_wrapped_sequence(wrapper: str) -> None:
+    """The last layer of a sequence is its head inside the wrappers of torch too."""
+    model = nn.Module()
+    model.add_module(wrapper, nn.Sequential(nn.Linear(4, 4), nn.GELU(), nn.Linear(4, 3)))
+    assert {name for name, group in routing(model).items() if group == WHITENED} == {f"{wrapper}.0.weight"}

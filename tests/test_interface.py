@@ -9,6 +9,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from omegaconf import OmegaConf
@@ -860,3 +861,47 @@ def test_step_keeps_the_random_state() -> None:
     optimizer.eval().train()
     optimizer.metrics()
     assert torch.equal(torch.get_rng_state(), before)
+
+
+# Groups and state changed by hand
+
+
+def test_group_taken_out_in_eval_mode_leaves_with_its_own_weights() -> None:
+    """Weights that the average had replaced come back, and the next state dict is of the groups there are."""
+    deleted, kept = parameters_of((4, 4), (3,)), parameters_of((4, 4))
+    optimizer = SPlus([{"params": deleted}, {"params": kept}])
+    drive(optimizer, [*deleted, *kept], gradients_of(4, (4, 4), (3,), (4, 4)))
+    before = [parameter.detach().clone() for parameter in (*deleted, *kept)]
+    optimizer.eval()
+    del optimizer.param_groups[0]
+    optimizer.train()
+    assert same([parameter.detach() for parameter in (*deleted, *kept)], before)
+    assert set(optimizer.state) == set(kept)
+
+
+def test_state_cleared_by_hand_starts_afresh() -> None:
+    """As with Adam, an optimizer whose state is cleared goes on as a new one."""
+    parameters, twins = parameters_of((4, 4), (3,)), parameters_of((4, 4), (3,))
+    optimizer = SPlus(parameters)
+    drive(optimizer, parameters, gradients_of(4, (4, 4), (3,)))
+    with torch.no_grad():
+        for parameter, twin in zip(parameters, twins):
+            twin.copy_(parameter)
+    optimizer.state.clear()
+    drive(optimizer, parameters, gradients_of(4, (4, 4), (3,)))
+    drive(SPlus(twins), twins, gradients_of(4, (4, 4), (3,)))
+    assert same([parameter.detach() for parameter in parameters], [twin.detach() for twin in twins])
+
+
+def test_state_dict_after_parameters_were_replaced() -> None:
+    """A state dict asked for before the next step is of the parameters that are in the groups now."""
+    optimizer = SPlus(parameters_of((4, 4), (3,)))
+    optimizer.param_groups[0]["params"] = parameters_of((5, 5))
+    assert [tuple(state["average"].shape) for state in optimizer.state_dict()["state"].values()] == [(5, 5)]
+
+
+def test_integers_of_other_libraries() -> None:
+    """An integer of numpy is an integer, and a plain one in the state dict."""
+    group = SPlus(parameters_of((4, 4)), precondition_frequency=np.int64(7)).param_groups[0]
+    assert type(group["precondition_frequency"]) is int
+    assert group["precondition_frequency"] == 7

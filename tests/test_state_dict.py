@@ -482,6 +482,7 @@ WRONG: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
     "a model's": (lambda sd: dict(network().state_dict()), "param_groups"),
     "empty": (lambda sd: {}, "param_groups"),
     "no state": (lambda sd: without(sd, "state"), "state"),
+    "a group without parameters": (lambda sd: sd["param_groups"][0].pop("params") and None, "no 'params'"),
     "more groups": (lambda sd: sd["param_groups"].append(sd["param_groups"][0]), "2 parameter groups"),
     "fewer parameters": (lambda sd: optimizer_of(network()[:-1]).state_dict(), "6 parameters"),
     "a hyperparameter is missing": (
@@ -551,6 +552,15 @@ def pair(names: str, options: dict[str, Any] | None = None) -> tuple[dict[str, n
     """Parameters of these one-letter names in this order; a letter's values do not depend on its place."""
     parameters = {name: nn.Parameter(draws(1, 4, 4, seed=ord(name))[0]) for name in names}
     return parameters, SPlus([{"params": list(parameters.items()), **(options or {})}], **BASE, spread_refreshes=False)
+
+
+def test_names_of_other_groups_are_refused() -> None:
+    """A group with more names than parameters, as regrouping a flattened file leaves it, is an error that says so."""
+    _, optimizer = pair("ab")
+    state_dict = optimizer.state_dict()
+    state_dict["param_groups"][0]["param_names"] = ["a", "b", "c"]
+    with pytest.raises(ValueError, match="2 parameters and 3 names"):
+        optimizer.load_state_dict(state_dict)
 
 
 def descend(parameters: dict[str, nn.Parameter], optimizer: SPlus, steps: int) -> None:
