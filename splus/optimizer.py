@@ -272,7 +272,7 @@ class SPlus(Optimizer):
         return [group_metrics(group, books, self.state) for group, books in zip(self.param_groups, self._books)]
 
     def state_dict(self) -> dict[str, Any]:
-        """As of every torch optimizer; it has the average in either mode, and in eval mode the weights being trained."""
+        """As of every torch optimizer; with the average in either mode, and in eval mode the weights being trained."""
         self._follow_groups()
         return super().state_dict()
 
