@@ -28,11 +28,13 @@ PAPER: Mapping[str, Any] = MappingProxyType(
 )
 
 # What decides the shapes of the state. A loaded state dict must agree on these; it brings all the others.
-STRUCTURAL = ("max_preconditioner_dim", "whiten", "split", "split_dim", "stacked", "oversized")
+STRUCTURAL = ("max_preconditioner_dim", "whiten", "split", "split_dim", "stacked", "oversized", "sides")
 
 _CHOICES: dict[str, tuple[object, ...]] = {
     "whiten": (True, False, "auto", "2d"),
     "oversized": ("blocks", "unrotated", "published"),
+    "sides": ("both", "shorter"),
+    "matmul_dtype": (None, torch.bfloat16, torch.float16, torch.float32, torch.float64),
     "refresh_method": ("qr", "eigh"),
     "spread_refreshes": (True, False),
     "maximize": (True, False),

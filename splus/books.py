@@ -2,7 +2,7 @@
 
 import math
 import operator
-from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +13,7 @@ from splus.arguments import check_parameter, parameter_name, per_parameter
 from splus.buckets import Bucket
 from splus.faults import Faults
 from splus.matrices import MatrixLayout, matrix_layout
-from splus.plan import Slot, plan_buckets, refresh_offsets
+from splus.plan import BATCH_LIMIT, Piece, RefreshSchedule, Slot, plan_buckets, refresh_schedule, refresh_turns
 from splus.precision import LOW_PRECISION, state_dtype
 
 # A run that skips this many batches in a row for a gradient that is not finite is not training any more.
@@ -21,6 +21,11 @@ from splus.precision import LOW_PRECISION, state_dtype
 GRADIENT_FAULT_LIMIT = 10
 # Distributed Shampoo's default for failed decompositions in a row, after which it raises.
 DECOMPOSITION_FAULT_LIMIT = 3
+
+# Steps of the first round of refreshes that are spread, which are full decompositions, and the fewest of a later one.
+# Refreshing all matrices of a Transformer takes up to 7 and 5 times its six products: `python -m benchmarks.step_time`.
+FIRST_ROUND = 10
+SHORTEST_ROUND = 5
 
 State = MutableMapping[Tensor, dict[str, Any]]
 
@@ -49,9 +54,9 @@ class GroupBooks:
         self.elementwise = [position for position in self.parameters if position not in self.layouts]
         dtypes = {position: state_dtype(self.parameters[position].dtype) for position in self.layouts}
         devices = {position: self.parameters[position].device for position in self.layouts}
-        self.buckets = [Bucket(plan) for plan in plan_buckets(self.layouts, dtypes, devices)]
+        self.buckets = [Bucket(plan, group["matmul_dtype"]) for plan in plan_buckets(self.layouts, dtypes, devices)]
         self.kinds = {position: (p.dtype, p.device) for position, p in self.parameters.items()}
-        self._offsets: tuple[tuple[int, bool], dict[int, int]] | None = None
+        self._refreshes: tuple[tuple[Any, ...], RefreshSchedule, dict[int, int]] | None = None
         self.gradient_faults = Faults(GRADIENT_FAULT_LIMIT)
         self.decomposition_faults = Faults(DECOMPOSITION_FAULT_LIMIT)
         self.refreshes = 0
@@ -71,6 +76,7 @@ class GroupBooks:
                     split_dim=per_parameter(group, "split_dim")[position],
                     max_side=group["max_preconditioner_dim"],
                     oversized=group["oversized"],
+                    sides=group["sides"],
                 )
             except ValueError as error:
                 raise ValueError(f"{self.names[position]}: {error}") from None
@@ -81,11 +87,14 @@ class GroupBooks:
         same = len(group["params"]) == len(self._listed) and all(map(operator.is_, group["params"], self._listed))
         return same and all(parameter in state for parameter in self._listed)
 
-    def offsets(self, period: int, spread: bool) -> dict[int, int]:
-        """How many steps early each whitened parameter refreshes; planned anew when the group's settings change."""
-        if self._offsets is None or self._offsets[0] != (period, spread):
-            self._offsets = ((period, spread), refresh_offsets(self.layouts, period, spread))
-        return self._offsets[1]
+    def refresh_plan(self, group: Mapping[str, Any]) -> tuple[RefreshSchedule, dict[int, int]]:
+        """The schedule of refreshes and each whitened parameter's turn; made anew when the group's settings change."""
+        settings = (group["precondition_frequency"], group["refresh_growth"], group["spread_refreshes"])
+        if self._refreshes is None or self._refreshes[0] != settings:
+            period, growth, spread = settings
+            schedule = refresh_schedule(period, growth, *((FIRST_ROUND, SHORTEST_ROUND) if spread else (1, 1)))
+            self._refreshes = (settings, schedule, refresh_turns(self.layouts, period, spread))
+        return self._refreshes[1:]
 
     def slots(self) -> Iterator[tuple[Bucket, Slot]]:
         """Every parameter's matrices, bucket by bucket."""
@@ -103,6 +112,8 @@ class GroupBooks:
         states: dict[int, dict[str, Any]] = {}
         for position, parameter in self.parameters.items():
             weights = parameter.detach().to(state_dtype(parameter.dtype), copy=True)
+            if position in self.layouts and self.layouts[position].divided:
+                weights = weights.contiguous()
             states[position] = {"step": 0, "average": weights}
             if parameter.dtype in LOW_PRECISION:
                 states[position]["weights"] = weights.clone()
@@ -115,30 +126,45 @@ class GroupBooks:
 
 @dataclass(frozen=True)
 class Batch:
-    """The gradients G (b, m, n) of the slots of a bucket that have one, and their positions ``active`` (b,) in it.
-
-    ``active`` is None when all of the bucket's matrices have a gradient.
-    """
+    """Neighbouring matrices (b, m, n) of a bucket, all of them with a gradient."""
 
     bucket: Bucket
-    slots: tuple[Slot, ...]
-    active: Tensor | None
-    G: Tensor
+    pieces: tuple[Piece, ...]
+
+    @property
+    def run(self) -> slice:
+        """Their positions in the bucket."""
+        return slice(self.pieces[0].begin, self.pieces[-1].end)
 
 
-def stack_gradients(books: GroupBooks, gradients: Mapping[int, Tensor]) -> list[Batch]:
-    """Gradients by position in the group, as one batch for each bucket that has any."""
-    pieces = {i: books.layouts[i].split(gradient) for i, gradient in gradients.items() if i in books.layouts}
-    batches = []
-    for bucket in books.buckets:
-        slots = tuple(slot for slot in bucket.plan.slots if slot.parameter in pieces)
-        if slots:
-            active = None
-            if slots != bucket.plan.slots:
-                matrices = [position for slot in slots for position in slot.matrices]
-                active = torch.tensor(matrices, device=bucket.plan.device)
-            G = torch.cat([pieces[slot.parameter][slot.part] for slot in slots])
-            batches.append(Batch(bucket, slots, active, G))
+def matrix_batches(books: GroupBooks, positions: Collection[int]) -> list[Batch]:
+    """The matrices of the parameters at these positions in the group, in as few batches as there can be."""
+    return [
+        Batch(bucket, pieces)
+        for bucket in books.buckets
+        for pieces in bucket.plan.runs([slot for slot in bucket.plan.slots if slot.parameter in positions])
+    ]
+
+
+def elementwise_batches(books: GroupBooks, positions: Collection[int]) -> list[list[tuple[int, slice]]]:
+    """The parameters that are not whitened in batches of at most BATCH_LIMIT entries, large ones by slices of rows."""
+    batches: list[list[tuple[int, slice]]] = []
+    room, kind = 0, None
+    for position in books.elementwise:
+        if position not in positions:
+            continue
+        parameter = books.parameters[position]
+        rows = len(parameter) if parameter.ndim else 1
+        entries = parameter.numel() // rows
+        step = max(1, BATCH_LIMIT // entries)
+        for first in range(0, rows, step):
+            chosen = slice(first, min(rows, first + step))
+            count = entries * (chosen.stop - first)
+            if count > room or (parameter.dtype, parameter.device) != kind:
+                batches.append([])
+                room, kind = BATCH_LIMIT, (parameter.dtype, parameter.device)
+            batches[-1].append((position, chosen))
+            room -= count
     return batches
 
 

@@ -10,21 +10,32 @@ from splus.eigenbasis import Method, refreshed_basis
 from splus.matrices import MatrixLayout
 from splus.plan import BucketPlan, Slot
 from splus.update import accumulate_factors, whitened_direction
+from splus.workspace import Workspace
+
+# Entries of factors that are decomposed together. Solvers take one matrix at a time beyond small sizes, and hold
+# several copies of what they are given.
+DECOMPOSITION_LIMIT = 2**20
 
 
 class Bucket:
-    """B matrices of m×n: momentum (B, m, n), factors and bases (B, m, m) and (B, n, n) of the rotated sides."""
+    """B matrices of m×n: momentum (B, m, n), factors and bases (B, m, m) and (B, n, n) of the rotated sides.
 
-    def __init__(self, plan: BucketPlan) -> None:
+    Args:
+        matmul_dtype: of the bases and the products with them; None for that of the rest of the state.
+    """
+
+    def __init__(self, plan: BucketPlan, matmul_dtype: torch.dtype | None = None) -> None:
         self.plan = plan
+        self.rotation_dtype = matmul_dtype or plan.dtype
         self.stacks: dict[str, Tensor] = {
             "momentum": torch.zeros(plan.size, plan.m, plan.n, dtype=plan.dtype, device=plan.device)
         }
         for side, length, rotated in (("left", plan.m, plan.rotate_left), ("right", plan.n, plan.rotate_right)):
             if rotated:
-                eye = torch.eye(length, dtype=plan.dtype, device=plan.device).expand(plan.size, -1, -1)
-                self.stacks[f"factor_{side}"] = torch.zeros_like(eye, memory_format=torch.contiguous_format)
-                self.stacks[f"basis_{side}"] = eye.clone(memory_format=torch.contiguous_format)
+                shape = (plan.size, length, length)
+                self.stacks[f"factor_{side}"] = torch.zeros(shape, dtype=plan.dtype, device=plan.device)
+                eye = torch.eye(length, dtype=self.rotation_dtype, device=plan.device)
+                self.stacks[f"basis_{side}"] = eye.expand(shape).clone(memory_format=torch.contiguous_format)
 
     def views(self, slot: Slot, layout: MatrixLayout) -> dict[str, Tensor]:
         """The state of one parameter's matrices, by name, as views into the stacks.
@@ -40,44 +51,38 @@ class Bucket:
             views = {name: view if name == "momentum" else view[0] for name, view in views.items()}
         return {name + suffix: view for name, view in views.items()}
 
-    def direction(self, G: Tensor, active: Tensor | None, beta1: float, eps: float) -> Tensor:
-        """Take the gradient (b, m, n) of the active matrices into their momentum; return the direction U (b, m, n).
+    def take_in(self, G: Tensor, run: slice, betas: tuple[float, float]) -> None:
+        """Take the gradients (b, m, n) of a run of the matrices into their momenta and factors."""
+        self.stacks["momentum"][run].lerp_(G, 1 - betas[0])
+        accumulate_factors(G, self._run("factor_left", run), self._run("factor_right", run), betas[1])
 
-        Args:
-            active: positions (b,) of the matrices that have a gradient; None for all of them.
-        """
-        M = self._take("momentum", active)
-        assert M is not None
-        M.lerp_(G, 1 - beta1)
-        self._put("momentum", active, M)
-        return whitened_direction(M, self._take("basis_left", active), self._take("basis_right", active), eps)
-
-    def accumulate(self, G: Tensor, active: Tensor | None, beta2: float) -> None:
-        """Take the gradient (b, m, n) of the active matrices into their factors."""
-        L, R = self._take("factor_left", active), self._take("factor_right", active)
-        accumulate_factors(G, L, R, beta2)
-        self._put("factor_left", active, L)
-        self._put("factor_right", active, R)
+    def direction(self, run: slice, eps: float, workspace: Workspace) -> Tensor:
+        """The directions U (b, m, n) of a run of the matrices, in the workspace."""
+        M = self.stacks["momentum"][run]
+        scratch = workspace.pair(M.shape, self.rotation_dtype if self._rotates else M.dtype, M.device)
+        return whitened_direction(M, self._run("basis_left", run), self._run("basis_right", run), eps, scratch)
 
     def refresh(self, due: list[int], method: Method) -> set[int]:
         """Renew the bases of the matrices at the positions ``due``; return the positions that kept an old one."""
-        chosen = None if len(due) == self.plan.size else torch.tensor(due, device=self.plan.device)
         failures: set[int] = set()
-        for side in ("left", "right"):
-            S, Q = self._take(f"factor_{side}", chosen), self._take(f"basis_{side}", chosen)
-            if S is not None and Q is not None:
-                basis, failed = refreshed_basis(S, Q, method)
-                self.stacks[f"basis_{side}"].index_copy_(0, self._positions(chosen), basis)
-                failures.update(due[i] for i, bad in enumerate(failed) if bad)
+        for side, length in (("left", self.plan.m), ("right", self.plan.n)):
+            if f"basis_{side}" in self.stacks:
+                together = max(1, DECOMPOSITION_LIMIT // length**2)
+                for first in range(0, len(due), together):
+                    failures |= self._refresh_side(side, due[first : first + together], method)
         return failures
 
-    def _positions(self, chosen: Tensor | None) -> Tensor:
-        return torch.arange(self.plan.size, device=self.plan.device) if chosen is None else chosen
+    def _refresh_side(self, side: str, due: list[int], method: Method) -> set[int]:
+        factors, bases = self.stacks[f"factor_{side}"], self.stacks[f"basis_{side}"]
+        alone = len(due) == 1
+        chosen = slice(due[0], due[0] + 1) if alone else torch.tensor(due, device=self.plan.device)
+        basis, failed = refreshed_basis(factors[chosen], bases[chosen].to(factors.dtype), method)
+        bases[chosen] = basis.to(bases.dtype)
+        return {due[i] for i, bad in enumerate(failed) if bad}
 
-    def _take(self, name: str, active: Tensor | None) -> Tensor | None:
-        stack = self.stacks.get(name)
-        return stack if stack is None or active is None else stack[active]
+    @property
+    def _rotates(self) -> bool:
+        return self.plan.rotate_left or self.plan.rotate_right
 
-    def _put(self, name: str, active: Tensor | None, value: Tensor | None) -> None:
-        if active is not None and value is not None:
-            self.stacks[name][active] = value
+    def _run(self, name: str, run: slice) -> Tensor | None:
+        return self.stacks[name][run] if name in self.stacks else None

@@ -43,7 +43,7 @@ def load_optimizer_state(optimizer: "SPlus", state_dict: dict[str, Any]) -> None
     for parameter, state in saved_state.items():
         _load_state(parameter, optimizer.state[parameter], state, training)
     for group, saved_group in zip(optimizer.param_groups, saved_groups):
-        kept = {"params", *STRUCTURAL} | ({"param_names"} & set(group))
+        kept = {"params", "matmul_dtype", *STRUCTURAL} | ({"param_names"} & set(group))
         group.update({key: deepcopy(value) for key, value in saved_group.items() if key not in kept})
         group["betas"] = tuple(group["betas"])
     for after in optimizer._optimizer_load_state_dict_post_hooks.values():

@@ -16,9 +16,10 @@ blocks, which share the step size of the section they come from. Runs of equal p
     └───┘
 """
 
+import itertools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from torch import Tensor
@@ -26,6 +27,7 @@ from torch import Tensor
 from splus.scaling import shape_scale
 
 Oversized = Literal["blocks", "unrotated", "published"]
+Sides = Literal["both", "shorter"]
 Sections = int | tuple[int, ...] | None
 
 
@@ -66,45 +68,48 @@ class Part:
 
 @dataclass(frozen=True)
 class MatrixLayout:
-    """How a parameter of ``shape`` is cut: ``stack`` matrices of ``rows`` by ``columns``, each into ``parts``.
-
-    ``sections`` are the runs along the parameter's dimension ``split_axis`` that share a step scale.
-    """
+    """How a parameter of ``shape`` is cut: ``stack`` matrices of ``rows`` by ``columns``, each into ``parts``."""
 
     shape: tuple[int, ...]
     stack: int
     rows: int
     columns: int
     parts: tuple[Part, ...]
-    sections: tuple[tuple[Run, float | None], ...]
-    split_axis: int
+
+    @property
+    def divided(self) -> bool:
+        """Whether the matrices are not simply the parameter's entries in their order."""
+        return len(self.parts) > 1 or self.parts[0].columns.count > 1
 
     def count(self, part: Part) -> int:
         """The number of matrices of ``part``."""
         return self.stack * part.rows.count * part.columns.count
 
-    def split(self, tensor: Tensor) -> list[Tensor]:
-        """A tensor of the parameter's shape as one (B, m, n) per part: views where the strides allow it."""
-        whole = tensor.reshape(self.stack, self.rows, self.columns)
-        return [self._grid(whole, part).flatten(0, 2) for part in self.parts]
+    def split(self, tensor: Tensor, index: int) -> Tensor:
+        """The matrices (B, m, n) of a part of a tensor of the parameter's shape: a view where the strides allow it."""
+        part = self.parts[index]
+        if not self.divided:
+            return tensor.reshape(-1, part.m, part.n)
+        return self._grid(tensor.reshape(self.stack, self.rows, self.columns), part).flatten(0, 2)
 
-    def join(self, pieces: Sequence[Tensor]) -> Tensor:
-        """The inverse of :meth:`split`: one (B, m, n) per part back to the parameter's shape."""
-        if len(self.parts) == 1 and self.parts[0].columns.count == 1:
-            return pieces[0].reshape(self.shape)
-        whole = pieces[0].new_empty(self.stack, self.rows, self.columns)
-        for part, piece in zip(self.parts, pieces):
-            grid = self._grid(whole, part)
-            grid.copy_(piece.view(grid.shape))
-        return whole.view(self.shape)
+    def places(self, tensor: Tensor, index: int, chosen: slice) -> list[Tensor]:
+        """Where the chosen matrices of a part lie in a tensor of the parameter's shape: views of it, to write to.
 
-    def scaled_regions(self, tensor: Tensor) -> list[tuple[Tensor, float | None]]:
-        """A tensor of the parameter's shape as views that cover it, each with the scale of its steps."""
-        if len({scale for _, scale in self.sections}) == 1:
-            return [(tensor, self.sections[0][1])]
-        return [
-            (tensor.narrow(self.split_axis, run.start, run.stop - run.start), scale) for run, scale in self.sections
-        ]
+        Args:
+            tensor: contiguous if the parameter is divided.
+        """
+        if self._is_all(index, chosen):
+            return [tensor]
+        grid = self._grid(tensor.view(self.stack, self.rows, self.columns), self.parts[index])
+        across = itertools.product(*map(range, grid.shape[:3]))
+        return [grid[at] for at in itertools.islice(across, chosen.start, chosen.stop)]
+
+    def fit_places(self, matrices: Tensor, index: int, chosen: slice) -> list[Tensor]:
+        """The chosen matrices (b, m, n) of a part in the shapes of their :meth:`places`."""
+        return [matrices.view(self.shape)] if self._is_all(index, chosen) else list(matrices.unbind())
+
+    def _is_all(self, index: int, chosen: slice) -> bool:
+        return not self.divided and chosen == slice(0, self.count(self.parts[index]))
 
     def _grid(self, whole: Tensor, part: Part) -> Tensor:
         """(E, M, N) → a view (E, row pieces, column pieces, m, n) of ``part``."""
@@ -121,6 +126,7 @@ def matrix_layout(
     split_dim: int = 0,
     max_side: int,
     oversized: Oversized = "blocks",
+    sides: Sides = "both",
 ) -> MatrixLayout:
     """Cut a parameter of ``shape`` (2 or more dimensions) into matrices.
 
@@ -131,6 +137,7 @@ def matrix_layout(
         oversized: what a longer side becomes: "blocks" of at most ``max_side``; "unrotated" (no factor and no basis on
             that side); "published", which is what the authors' file does: unrotated from ``max_side`` on, and stepping
             by the elementwise scale beyond it.
+        sides: "both" are rotated, or the "shorter" alone (the rows of a square).
 
     Raises:
         ValueError: the sections do not add up to the side, or cut columns that are several dimensions in one.
@@ -145,13 +152,12 @@ def matrix_layout(
         )
     runs = _runs(section_sizes((rows, columns)[split_dim], split))
     parts: list[Part] = []
-    sections: list[tuple[Run, float | None]] = []
     for run in runs:
         row_run, column_run = (run, Run(0, 1, columns)) if split_dim == 0 else (Run(0, 1, rows), run)
         parts += _parts_of(row_run, column_run, max_side, oversized)
-        sections.append((run, parts[-1].scale))
-    split_axis = split_dim - 2 if stacked else split_dim
-    return MatrixLayout(shape, stack, rows, columns, tuple(parts), tuple(sections), split_axis)
+    if sides == "shorter":
+        parts = [_shorter_side(part) for part in parts]
+    return MatrixLayout(shape, stack, rows, columns, tuple(parts))
 
 
 def section_sizes(side: int, split: Sections) -> tuple[int, ...]:
@@ -181,6 +187,12 @@ def _parts_of(rows: Run, columns: Run, max_side: int, oversized: Oversized) -> l
     longest = max_side if oversized == "unrotated" else max_side - 1
     beyond = oversized == "published" and max(rows.size, columns.size) > max_side
     return [Part(rows, columns, rows.size <= longest, columns.size <= longest, None if beyond else scale)]
+
+
+def _shorter_side(part: Part) -> Part:
+    return replace(
+        part, rotate_left=part.rotate_left and part.m <= part.n, rotate_right=part.rotate_right and part.n < part.m
+    )
 
 
 def _runs(sizes: Sequence[int], start: int = 0) -> list[Run]:

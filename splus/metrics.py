@@ -34,7 +34,7 @@ def group_metrics(
             entries += U.numel()
             for side in ("left", "right"):
                 if f"basis_{side}" in stacks:
-                    Q = stacks[f"basis_{side}"]
+                    Q = stacks[f"basis_{side}"].to(bucket.plan.dtype)
                     drifts.append(basis_drift(stacks[f"factor_{side}"], Q).cpu())
                     errors.append(orthogonality_error(Q).cpu())
     metrics = {"name": group["name"]} if "name" in group else {}

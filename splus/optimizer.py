@@ -13,10 +13,11 @@ from splus.arguments import check_gradient, check_group, check_unchanged, make_p
 from splus.averaging import keep_weights, put_back_weights, put_in_averages
 from splus.books import GroupBooks
 from splus.loading import load_optimizer_state
-from splus.matrices import Oversized, Sections
+from splus.matrices import Oversized, Sections, Sides
 from splus.metrics import group_metrics
 from splus.phases import refresh_bases, step_group
 from splus.precision import exact_arithmetic, state_dtype
+from splus.workspace import Workspace
 
 
 class SPlus(Optimizer):
@@ -60,6 +61,9 @@ class SPlus(Optimizer):
         stacked: the leading dimensions count matrices, as in (experts, m, n); otherwise (out, in, *k) is out × in·k.
         oversized: a side beyond ``max_preconditioner_dim`` is cut into "blocks" or left "unrotated"; "published" is
             what the authors' file does.
+        sides: "both" of a matrix are rotated, or the "shorter" one alone (the rows of a square).
+        matmul_dtype: of the bases and of the products that rotate by them, such as torch.bfloat16; None for fp32 (fp64
+            for fp64 parameters). Factors and decompositions stay fp32.
         refresh_method: "qr", a warm-started orthogonal iteration (the first basis is decomposed in full); "eigh", full
             decompositions only.
         refresh_growth: early refreshes come at intervals that grow by this factor, up to ``precondition_frequency``;
@@ -103,6 +107,8 @@ class SPlus(Optimizer):
         split_dim: int | list[int] = 0,
         stacked: bool | list[bool] = False,
         oversized: Oversized = "blocks",
+        sides: Sides = "both",
+        matmul_dtype: torch.dtype | None = None,
         refresh_method: str = "qr",
         refresh_growth: float | None = 1.3,
         spread_refreshes: bool = True,
@@ -134,6 +140,8 @@ class SPlus(Optimizer):
             "split_dim": split_dim,
             "stacked": stacked,
             "oversized": oversized,
+            "sides": sides,
+            "matmul_dtype": matmul_dtype,
             "refresh_method": refresh_method,
             "refresh_growth": refresh_growth,
             "spread_refreshes": spread_refreshes,
@@ -141,6 +149,7 @@ class SPlus(Optimizer):
             "training": True,
         }
         self._books: list[GroupBooks] = []
+        self._workspace = Workspace()
         super().__init__(params, defaults)
 
     @torch.no_grad()
@@ -198,13 +207,13 @@ class SPlus(Optimizer):
         with exact_arithmetic({gradient.device.type for of_group in gradients for gradient in of_group.values()}):
             for group, books, of_group in zip(self.param_groups, self._books, gradients):
                 if of_group:
-                    step_group(group, books, self.state, of_group)
+                    step_group(group, books, self.state, of_group, self._workspace)
             for group, books, of_group in zip(self.param_groups, self._books, gradients):
                 refresh_bases(group, books, self.state, of_group)
         return loss
 
     def _gradients(self) -> list[dict[int, Tensor]]:
-        """For each group, the usable gradients by position, in the dtype of the state and descending."""
+        """For each group, the usable gradients by position."""
         present: list[dict[int, Tensor]] = []
         for books in self._books:
             present.append({i: p.grad for i, p in books.parameters.items() if p.grad is not None and p.numel()})
@@ -212,12 +221,10 @@ class SPlus(Optimizer):
                 name, parameter = books.names[position], books.parameters[position]
                 check_unchanged(parameter, name, *books.kinds[position])
                 check_gradient(gradient, name)
-        for group, books, found in zip(self.param_groups, self._books, present):
+        for books, found in zip(self._books, present):
             for position, good in zip(list(found), _usable(found, books)):
                 if good:
                     books.gradient_faults.clear(position)
-                    gradient = found[position].to(state_dtype(books.parameters[position].dtype))
-                    found[position] = gradient.neg() if group["maximize"] else gradient
                 else:
                     del found[position]
                     books.gradient_faults.report(
@@ -292,6 +299,7 @@ class SPlus(Optimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self._books = []
+        self._workspace = Workspace()
         self._follow_groups()
 
     @torch.no_grad()

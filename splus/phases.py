@@ -8,70 +8,116 @@ import torch
 from torch import Tensor
 
 from splus.averaging import update_averages
-from splus.books import Batch, GroupBooks, stack_gradients
-from splus.eigenbasis import refresh_due
+from splus.books import Batch, GroupBooks, elementwise_batches, matrix_batches
+from splus.eigenbasis import Method
 from splus.plan import Slot
 from splus.precision import full_precision
+from splus.workspace import Workspace
 
 Group = Mapping[str, Any]
 State = Mapping[Tensor, dict[str, Any]]
 
 
-def step_group(group: Group, books: GroupBooks, state: State, gradients: Mapping[int, Tensor]) -> None:
-    """Update the parameters of a group that have a gradient, and their factors.
+def step_group(
+    group: Group, books: GroupBooks, state: State, gradients: Mapping[int, Tensor], workspace: Workspace
+) -> None:
+    """Update the parameters of a group that have a gradient, and their factors, a batch at a time.
 
     Args:
-        gradients: by position in the group, in the parameter's shape and the state's dtype.
+        gradients: by position in the group, in the parameter's shape and dtype.
     """
+    weights = {}
     for position in gradients:
-        state[books.parameters[position]]["step"] += 1
-    batches = stack_gradients(books, gradients)
-    updates = elementwise_updates(group, books, state, gradients) | whitened_updates(group, books, batches)
-    apply_updates(group, books, state, updates)
-    for batch in batches:
-        batch.bucket.accumulate(batch.G, batch.active, group["betas"][1])
+        of = state[books.parameters[position]]
+        of["step"] += 1
+        weights[position] = _working_weights(books, position, of)
+    for rows in elementwise_batches(books, gradients):
+        _step_elementwise(group, books, state, gradients, weights, rows, workspace)
+    for batch in matrix_batches(books, gradients):
+        _step_matrices(group, books, state, gradients, weights, batch, workspace)
+    for position, whole in weights.items():
+        if whole is not books.parameters[position]:
+            books.parameters[position].copy_(whole)
 
 
-def elementwise_updates(
-    group: Group, books: GroupBooks, state: State, gradients: Mapping[int, Tensor]
-) -> dict[int, Tensor]:
-    """s · sign(M) of the parameters that are not whitened, by position."""
-    positions = [position for position in books.elementwise if position in gradients]
-    if not positions:
-        return {}
-    momenta = [state[books.parameters[position]]["momentum"] for position in positions]
-    torch._foreach_lerp_(momenta, [gradients[position] for position in positions], 1 - group["betas"][0])
-    updates = list(torch._foreach_sign(momenta))
-    torch._foreach_mul_(updates, group["elementwise_scale"])
-    return dict(zip(positions, updates))
+def _step_elementwise(
+    group: Group,
+    books: GroupBooks,
+    state: State,
+    gradients: Mapping[int, Tensor],
+    weights: Mapping[int, Tensor],
+    rows: list[tuple[int, slice]],
+    workspace: Workspace,
+) -> None:
+    """Parameters that are not whitened move by lr · elementwise_scale · sign(M)."""
+    states = [state[books.parameters[position]] for position, _ in rows]
+    momenta = [_rows(of["momentum"], chosen) for of, (_, chosen) in zip(states, rows)]
+    updates = _like(momenta, workspace)
+    torch._foreach_copy_(updates, [_rows(gradients[position], chosen) for position, chosen in rows])
+    if group["maximize"]:
+        torch._foreach_neg_(updates)
+    torch._foreach_lerp_(momenta, updates, 1 - group["betas"][0])
+    torch._foreach_copy_(updates, momenta)
+    torch._foreach_sign_(updates)
+    _apply(
+        group,
+        None,
+        [_rows(weights[position], chosen) for position, chosen in rows],
+        [_rows(of["average"], chosen) for of, (_, chosen) in zip(states, rows)],
+        updates,
+        [of["step"] for of in states],
+    )
 
 
-def whitened_updates(group: Group, books: GroupBooks, batches: list[Batch]) -> dict[int, Tensor]:
-    """s · U of the whitened parameters, by position, in their shapes."""
-    pieces: dict[int, dict[int, Tensor]] = {}
-    for batch in batches:
-        U = batch.bucket.direction(batch.G, batch.active, group["betas"][0], group["eps"])
-        U.mul_(_scale(batch.bucket.plan.scale, group))
-        for slot, piece in zip(batch.slots, U.split([slot.count for slot in batch.slots])):
-            pieces.setdefault(slot.parameter, {})[slot.part] = piece
-    return {position: books.layouts[position].join([of[i] for i in sorted(of)]) for position, of in pieces.items()}
+def _step_matrices(
+    group: Group,
+    books: GroupBooks,
+    state: State,
+    gradients: Mapping[int, Tensor],
+    weights: Mapping[int, Tensor],
+    batch: Batch,
+    workspace: Workspace,
+) -> None:
+    """Whitened matrices move by lr · 2/(m+n) · U; their gradients enter the factors."""
+    plan, parts = batch.bucket.plan, []
+    for piece in batch.pieces:
+        layout = books.layouts[piece.slot.parameter]
+        parts.append(layout.split(gradients[piece.slot.parameter], piece.slot.part)[piece.of_slot])
+    G, _ = workspace.pair((batch.run.stop - batch.run.start, plan.m, plan.n), plan.dtype, plan.device)
+    torch.cat(parts, out=G)
+    if group["maximize"]:
+        G.neg_()
+    batch.bucket.take_in(G, batch.run, group["betas"])
+    U = batch.bucket.direction(batch.run, group["eps"], workspace)
+    targets: list[Tensor] = []
+    averages: list[Tensor] = []
+    updates: list[Tensor] = []
+    steps: list[int] = []
+    for piece, part in zip(batch.pieces, U.split([len(part) for part in parts])):
+        position, where = piece.slot.parameter, (piece.slot.part, piece.of_slot)
+        layout, of = books.layouts[position], state[books.parameters[position]]
+        targets += layout.places(weights[position], *where)
+        averages += layout.places(of["average"], *where)
+        updates += layout.fit_places(part, *where)
+        steps += [of["step"]] * (len(updates) - len(steps))
+    _apply(group, plan.scale, targets, averages, updates, steps)
 
 
-def apply_updates(group: Group, books: GroupBooks, state: State, updates: Mapping[int, Tensor]) -> None:
+def _apply(
+    group: Group,
+    scale: float | None,
+    weights: list[Tensor],
+    averages: list[Tensor],
+    updates: list[Tensor],
+    steps: list[int],
+) -> None:
     """Weights, averages and decay, in the order of the authors' file."""
-    parameters = [books.parameters[position] for position in updates]
-    states = [state[parameter] for parameter in parameters]
-    weights = [full_precision(parameter, of) for parameter, of in zip(parameters, states)]
-    lr = float(group["lr"])
-    torch._foreach_add_(weights, list(updates.values()), alpha=-lr)
-    update_averages([of["average"] for of in states], weights, group["ema_decay"], [of["step"] for of in states])
-    if group["weight_decay"]:
-        for position, whole in zip(updates, weights):
-            for region, scale in _scaled_regions(books, position, whole):
-                region.mul_(1 - lr * _scale(scale, group) * group["weight_decay"])
-    for parameter, whole in zip(parameters, weights):
-        if whole is not parameter:
-            parameter.copy_(whole)
+    scaled_lr = float(group["lr"]) * (group["elementwise_scale"] if scale is None else scale)
+    torch._foreach_add_(weights, updates, alpha=-scaled_lr)
+    update_averages(averages, weights, group["ema_decay"], steps)
+    decay: float = group["weight_decay"]
+    if decay:
+        torch._foreach_mul_(weights, 1 - scaled_lr * decay)
 
 
 def refresh_bases(group: Group, books: GroupBooks, state: State, stepped: Collection[int]) -> None:
@@ -84,15 +130,13 @@ def refresh_bases(group: Group, books: GroupBooks, state: State, stepped: Collec
         RuntimeError: a matrix's decompositions failed too often in a row.
     """
     started = time.perf_counter()
-    period, growth = group["precondition_frequency"], group["refresh_growth"]
-    offsets = books.offsets(period, group["spread_refreshes"])
+    schedule, turns = books.refresh_plan(group)
     for bucket in books.buckets:
-        due: dict[Any, list[Slot]] = {}
+        due: dict[Method, list[Slot]] = {}
         for slot in bucket.plan.slots:
             step = state[books.parameters[slot.parameter]]["step"]
-            if slot.parameter in stepped and refresh_due(step, period, growth, offsets[slot.parameter]):
-                # There is nothing to start a warm iteration from at step 1.
-                due.setdefault("eigh" if step == 1 else group["refresh_method"], []).append(slot)
+            if slot.parameter in stepped and schedule.due(step, turns[slot.parameter]):
+                due.setdefault("eigh" if schedule.is_first(step) else group["refresh_method"], []).append(slot)
         for method, slots in due.items():
             failed = bucket.refresh([position for slot in slots for position in slot.matrices], method)
             books.refreshes += sum(slot.count for slot in slots)
@@ -115,10 +159,19 @@ def _report_failures(books: GroupBooks, refreshed: list[Slot], failed: set[int])
             )
 
 
-def _scale(scale: float | None, group: Group) -> float:
-    return float(group["elementwise_scale"]) if scale is None else scale
+def _working_weights(books: GroupBooks, position: int, state: Mapping[str, Any]) -> Tensor:
+    """What the step updates: the parameter itself, or a copy in full precision or in the order of its matrices."""
+    parameter, layout = books.parameters[position], books.layouts.get(position)
+    weights = full_precision(parameter, state)
+    return weights.contiguous() if layout is not None and layout.divided else weights
 
 
-def _scaled_regions(books: GroupBooks, position: int, whole: Tensor) -> list[tuple[Tensor, float | None]]:
-    layout = books.layouts.get(position)
-    return [(whole, None)] if layout is None else layout.scaled_regions(whole)
+def _rows(tensor: Tensor, chosen: slice) -> Tensor:
+    return tensor[chosen] if tensor.ndim else tensor
+
+
+def _like(tensors: list[Tensor], workspace: Workspace) -> list[Tensor]:
+    """Scratch tensors of the same shapes, one after the other in the workspace."""
+    sizes = [tensor.numel() for tensor in tensors]
+    flat, _ = workspace.pair((sum(sizes),), tensors[0].dtype, tensors[0].device)
+    return [piece.view(tensor.shape) for piece, tensor in zip(flat.split(sizes), tensors)]

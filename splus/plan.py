@@ -8,12 +8,17 @@ down  (d, 4d) ──── 1 of (d, 4d) ─────────── (d, 4d
 """
 
 import heapq
-from collections.abc import Mapping
+import math
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 
 from splus.matrices import MatrixLayout
+
+# Entries of a batch: 64 MiB in fp32, which bounds a step's temporaries; a batch of one larger matrix is no batch.
+BATCH_LIMIT = 2**24
 
 
 @dataclass(frozen=True)
@@ -32,6 +37,20 @@ class Slot:
 
 
 @dataclass(frozen=True)
+class Piece:
+    """Matrices ``begin`` to ``end`` (excluded) of a bucket, all of one slot."""
+
+    slot: Slot
+    begin: int
+    end: int
+
+    @property
+    def of_slot(self) -> slice:
+        """Their positions among the matrices of the slot."""
+        return slice(self.begin - self.slot.start, self.end - self.slot.start)
+
+
+@dataclass(frozen=True)
 class BucketPlan:
     """``size`` matrices of m×n, stepped and refreshed as one batch; ``scale`` as in :class:`~splus.matrices.Part`."""
 
@@ -47,6 +66,22 @@ class BucketPlan:
     @property
     def size(self) -> int:
         return sum(slot.count for slot in self.slots)
+
+    def runs(self, slots: Sequence[Slot]) -> list[tuple[Piece, ...]]:
+        """The matrices of these slots, in their order, as runs of neighbours with at most BATCH_LIMIT entries each."""
+        longest = max(1, BATCH_LIMIT // (self.m * self.n))
+        runs: list[list[Piece]] = []
+        for slot in slots:
+            begin = slot.start
+            while begin < slot.start + slot.count:
+                joins = bool(runs) and runs[-1][-1].end == begin and begin - runs[-1][0].begin < longest
+                if not joins:
+                    runs.append([])
+                first = runs[-1][0].begin if runs[-1] else begin
+                end = min(slot.start + slot.count, first + longest)
+                runs[-1].append(Piece(slot, begin, end))
+                begin = end
+        return [tuple(run) for run in runs]
 
 
 def plan_buckets(
@@ -76,22 +111,70 @@ def plan_buckets(
     return [replace(kind, slots=tuple(slots)) for kind, slots in buckets.items()]
 
 
-def refresh_offsets(layouts: Mapping[int, MatrixLayout], period: int, spread: bool) -> dict[int, int]:
-    """By how many steps each parameter's periodic refresh comes early, so that no step pays for all of them.
+@dataclass(frozen=True)
+class RefreshSchedule:
+    """On which steps matrices refresh their bases: once in every round, each at its turn.
 
-    Longest first onto the step of the period with the least work so far; ties go to the earlier parameter and step.
-    The work of a refresh grows with the cubes of the rotated sides.
+    ``ends`` are the last steps of the early rounds; from there on a round takes ``period`` steps.
+
+        step                     1  2  3  4  5  6 | 7  8  9 | 10 11 12 | 13 14 15 16 …       period 6, ends 6, 9, 12
+        turn that is due         0  1  2  3  4  5 | 01 23 45 | 01 23 45 | 0  1  2  3
+    """
+
+    period: int
+    ends: tuple[int, ...]
+
+    def due(self, step: int, turn: int) -> bool:
+        """Whether a matrix with this turn, from 0 to period - 1, refreshes after update number ``step`` (from 1)."""
+        begin, length = self._round(step)
+        return step - begin == 1 + turn * length // self.period
+
+    def is_first(self, step: int) -> bool:
+        """Whether a refresh at this step is the matrix's first one, with no basis of its own to start from."""
+        return step <= self.ends[0]
+
+    def _round(self, step: int) -> tuple[int, int]:
+        """The step before the round that ``step`` is in, and the steps that the round takes."""
+        index = bisect_left(self.ends, step)
+        if index < len(self.ends):
+            begin = self.ends[index - 1] if index else 0
+            return begin, self.ends[index] - begin
+        steady = self.ends[-1]
+        return step - 1 - (step - 1 - steady) % self.period, self.period
+
+
+def refresh_schedule(period: int, growth: float | None, first: int, shortest: int) -> RefreshSchedule:
+    """A first round of ``first`` steps, then rounds that grow from ``shortest`` up to ``period`` steps.
+
+    A factor is an average over its past, so an update changes it by about 1/step early on, and rounds of
+    (growth - 1) · step follow that change. Without growth, rounds after the first end at the multiples of ``period``;
+    with a ``first`` of 1 that is the schedule of the authors' file.
+    """
+    ends = [min(first, period)]
+    if growth is None:
+        ends.append(period)
+    else:
+        while (length := max(shortest, math.floor((growth - 1) * ends[-1]))) < period:
+            ends.append(ends[-1] + length)
+    return RefreshSchedule(period, tuple(dict.fromkeys(ends)))
+
+
+def refresh_turns(layouts: Mapping[int, MatrixLayout], period: int, spread: bool) -> dict[int, int]:
+    """The turn of each parameter's matrices, so that no step pays for all of them; the last one if not ``spread``.
+
+    Longest first onto the turn with the least work so far; ties go to the earlier parameter and turn. The work of a
+    refresh grows with the cubes of the rotated sides.
     """
     if not spread:
-        return dict.fromkeys(layouts, 0)
+        return dict.fromkeys(layouts, period - 1)
     work = {parameter: _refresh_work(layout) for parameter, layout in layouts.items()}
-    loads = [(0, offset) for offset in range(period)]
-    offsets: dict[int, int] = {}
+    loads = [(0, turn) for turn in range(period)]
+    turns: dict[int, int] = {}
     for parameter in sorted(layouts, key=lambda p: (-work[p], p)):
-        load, offset = heapq.heappop(loads)
-        offsets[parameter] = offset
-        heapq.heappush(loads, (load + work[parameter], offset))
-    return offsets
+        load, turn = heapq.heappop(loads)
+        turns[parameter] = turn
+        heapq.heappush(loads, (load + work[parameter], turn))
+    return turns
 
 
 def _refresh_work(layout: MatrixLayout) -> int:

@@ -7,40 +7,59 @@ eigenbases Q_L (B, m, m) and Q_R (B, n, n), eigenvectors in columns. A side with
 import torch
 from torch import Tensor
 
+Scratch = tuple[Tensor, Tensor]
 
-def rotate(M: Tensor, Q_L: Tensor | None, Q_R: Tensor | None) -> Tensor:
+
+def rotate(M: Tensor, Q_L: Tensor | None, Q_R: Tensor | None, scratch: Scratch | None = None) -> Tensor:
     """Q_Lᵀ M Q_R, (B, m, n): the matrices seen in their eigenbases."""
-    if Q_L is not None:
-        M = Q_L.mT @ M
-    return M if Q_R is None else M @ Q_R
+    return _product(None if Q_L is None else Q_L.mT, M, Q_R, scratch)
 
 
-def rotate_back(X: Tensor, Q_L: Tensor | None, Q_R: Tensor | None) -> Tensor:
+def rotate_back(X: Tensor, Q_L: Tensor | None, Q_R: Tensor | None, scratch: Scratch | None = None) -> Tensor:
     """Q_L X Q_Rᵀ, (B, m, n): the inverse of :func:`rotate`."""
-    if Q_L is not None:
-        X = Q_L @ X
-    return X if Q_R is None else X @ Q_R.mT
+    return _product(Q_L, X, None if Q_R is None else Q_R.mT, scratch)
+
+
+def _product(left: Tensor | None, X: Tensor, right: Tensor | None, scratch: Scratch | None) -> Tensor:
+    """left X right, in one of two scratch tensors like X, which may be one of them; X itself if both sides are None."""
+    first, second = scratch or (torch.empty_like(X), torch.empty_like(X))
+    if left is not None:
+        X = torch.bmm(left, X, out=second if X is first else first)
+    if right is not None:
+        X = torch.bmm(X, right, out=second if X is first else first)
+    return X
 
 
 def sign_above_noise(X: Tensor, eps: float) -> Tensor:
-    """The sign of every entry of X (B, m, n), 0 where its size is below eps · ‖X‖_F of its own matrix.
+    """In place, the sign of every entry of X (B, m, n), 0 where its size is below eps · ‖X‖_F of its own matrix.
 
     An entry that is zero but for rounding would otherwise take a step as large as any other.
     """
     if eps == 0:
-        return X.sign()
-    threshold = eps * torch.linalg.vector_norm(X, dim=(-2, -1), keepdim=True)
-    # Truncated towards zero, whatever is below its threshold is 0; three passes in place and no mask.
-    return X.div(threshold.clamp_min_(torch.finfo(X.dtype).tiny)).trunc_().sign_()
+        return X.sign_()
+    norm = torch.linalg.vector_norm(X, dim=(-2, -1), keepdim=True, dtype=torch.promote_types(X.dtype, torch.float32))
+    threshold = (eps * norm).to(X.dtype).clamp_min_(torch.finfo(X.dtype).tiny)
+    # Truncated towards zero, whatever is below its threshold is 0; two passes in place and no mask.
+    return torch.div(X, threshold, rounding_mode="trunc", out=X).sign_()
 
 
-def whitened_direction(M: Tensor, Q_L: Tensor | None, Q_R: Tensor | None, eps: float) -> Tensor:
+def whitened_direction(
+    M: Tensor, Q_L: Tensor | None, Q_R: Tensor | None, eps: float, scratch: Scratch | None = None
+) -> Tensor:
     """U = Q_L sign(Q_Lᵀ M Q_R) Q_Rᵀ, (B, m, n): instantaneous normalization in a historical basis.
 
     U depends neither on the signs nor on the order of the eigenvectors, and ‖U‖_F = √(mn) when no rotated entry
-    counts as zero (section 4 of the paper).
+    counts as zero (section 4 of the paper). The bases' dtype is that of the products and of U.
+
+    Args:
+        scratch: two tensors like U to compute in; U is one of them. None makes them.
     """
-    return rotate_back(sign_above_noise(rotate(M, Q_L, Q_R), eps), Q_L, Q_R)
+    basis = Q_R if Q_L is None else Q_L
+    dtype = M.dtype if basis is None else basis.dtype
+    scratch = scratch or (torch.empty_like(M, dtype=dtype), torch.empty_like(M, dtype=dtype))
+    X = rotate(M if M.dtype == dtype else scratch[0].copy_(M), Q_L, Q_R, scratch)
+    X = scratch[0].copy_(M) if X is M else X
+    return rotate_back(sign_above_noise(X, eps), Q_L, Q_R, scratch)
 
 
 def accumulate_factors(G: Tensor, L: Tensor | None, R: Tensor | None, beta2: float) -> None:

@@ -28,7 +28,8 @@ class Reference:
         precondition_frequency: int = 10,
         refresh_growth: float | None = 1.3,
         refresh_method: str = "qr",
-        offset: int = 0,
+        turn: int = 0,
+        spread: bool = True,
         scale: float | None = None,
         whitened: bool = True,
         left: bool = True,
@@ -36,9 +37,9 @@ class Reference:
     ) -> None:
         self.lr, (self.beta1, self.beta2), self.eps = lr, betas, eps
         self.decay, self.rho = weight_decay, ema_decay
-        self.schedule = (precondition_frequency, refresh_growth, offset)
+        self.schedule = (precondition_frequency, refresh_growth, *((turn, 10, 5) if spread else (-1, 1, 1)))
         self.method, self.whitened, self.left, self.right = refresh_method, whitened, left, right
-        self.t = 0
+        self.t, self.has_basis = 0, False
         self.W = weights.detach().to(torch.float64, copy=True)
         self.M, self.A = torch.zeros_like(self.W), torch.zeros_like(self.W)
         if whitened:
@@ -60,9 +61,10 @@ class Reference:
             self.L = self.beta2 * self.L + (1 - self.beta2) * G @ G.T
             self.R = self.beta2 * self.R + (1 - self.beta2) * G.T @ G
             if self.t in refresh_steps(self.t, *self.schedule):
-                method = "eigh" if self.t == 1 else self.method
+                method = self.method if self.has_basis else "eigh"
                 self.Q_L = new_basis(self.L, self.Q_L, method) if self.left else self.Q_L
                 self.Q_R = new_basis(self.R, self.Q_R, method) if self.right else self.Q_R
+                self.has_basis = True
 
     def direction(self) -> Tensor:
         """U: the signs of the rotated momentum, rotated back; entries that are noise count as zero."""
@@ -77,22 +79,21 @@ class Reference:
         return self.A / (1 - self.rho**self.t)
 
 
-def refresh_steps(last: int, period: int, growth: float | None, offset: int = 0) -> set[int]:
-    """The steps from 1 to ``last`` that end with a refresh.
+def refresh_steps(last: int, period: int, growth: float | None, turn: int, first: int, shortest: int) -> set[int]:
+    """The steps from 1 to ``last`` that end with a refresh: one in every round, at the matrix's turn (-1 the last).
 
-    At step 1. Then at growth, growth², growth³, … rounded up, until an interval that grows so, step · (growth - 1),
-    has reached the period: at that step, and from there on at the multiples of the period less ``offset``.
+    The first round takes ``first`` steps. A later one takes (growth - 1) times the steps so far, rounded down, but
+    at least ``shortest`` and at most ``period``; without growth it lasts to the next multiple of ``period``.
     """
-    steps, begin = {1}, 2
-    if growth is not None:
-        begin = math.ceil(period / (growth - 1))
-        steps.add(begin)
-        mark = growth
-        while mark <= begin - 1:
-            steps.add(math.ceil(mark))
-            mark *= growth
-    steps |= set(range(period - offset, last + 1, period)) - set(range(begin))
-    return {step for step in steps if 1 <= step <= last}
+    steps, begin, length = set(), 0, min(first, period)
+    while begin < last:
+        steps.add(begin + 1 + turn % period * length // period)
+        begin += length
+        if growth is None:
+            length = period - begin % period
+        else:
+            length = min(period, max(shortest, math.floor((growth - 1) * begin)))
+    return {step for step in steps if step <= last}
 
 
 def new_basis(S: Tensor, Q: Tensor, method: str) -> Tensor:

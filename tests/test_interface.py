@@ -201,6 +201,8 @@ PER_GROUP: dict[str, tuple[Any, Any]] = {
     "elementwise_scale": (0.01, 0.1),
     "whiten": (True, False),
     "oversized": ("blocks", "unrotated"),
+    "sides": ("both", "shorter"),
+    "matmul_dtype": (None, torch.float32),
     "refresh_method": ("qr", "eigh"),
     "refresh_growth": (None, 1.3),
     "spread_refreshes": (True, False),
@@ -233,13 +235,13 @@ def test_every_hyperparameter_can_be_set_per_group(name: str) -> None:
         settings = {
             "lr": 0.1,
             "weight_decay": 0.5,
-            "precondition_frequency": 4,
+            "precondition_frequency": 12,
             "refresh_growth": 2.0,
             **others,
             **options,
         }
         optimizer = SPlus(groups(parameters), **settings)
-        drive(optimizer, parameters, gradients_of(14, *shapes, *shapes))
+        drive(optimizer, parameters, gradients_of(30, *shapes, *shapes))
         return [p.detach() for p in parameters] + [optimizer.state[p]["average"] for p in parameters]
 
     half = len(shapes)

@@ -47,7 +47,13 @@ def momentum(optimizer: SPlus, parameter: Tensor) -> Tensor:
     if position not in books.layouts:
         return state["momentum"].clone()
     layout = books.layouts[position]
-    return layout.join([state[f"momentum.{i}" if i else "momentum"] for i in range(len(layout.parts))]).clone()
+    whole = torch.empty_like(parameter)
+    for index, part in enumerate(layout.parts):
+        of_part = state[f"momentum.{index}" if index else "momentum"].reshape(-1, part.m, part.n)
+        chosen = slice(0, len(of_part))
+        for place, value in zip(layout.places(whole, index, chosen), layout.fit_places(of_part, index, chosen)):
+            place.copy_(value)
+    return whole
 
 
 def next_change(optimizer: SPlus, parameters: Sequence[Tensor]) -> Tensor:

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 import splus.buckets
 from splus import PAPER, SPlus
 from splus.books import DECOMPOSITION_FAULT_LIMIT
-from splus.eigenbasis import basis_drift, orthogonal_iteration, orthogonality_error, refresh_due, refreshed_basis
+from splus.eigenbasis import basis_drift, orthogonal_iteration, orthogonality_error, refreshed_basis
 from splus.matrices import matrix_layout
-from splus.plan import refresh_offsets
+from splus.plan import refresh_schedule, refresh_turns
 
 DOUBLE = torch.float64
 
@@ -27,57 +27,76 @@ def orthogonal(n: int, seed: int = 0, batch: int = 1) -> Tensor:
     return torch.linalg.qr(draws(batch, n, n, seed=seed)).Q
 
 
-def due_steps(last: int, *schedule: Any) -> list[int]:
-    return [step for step in range(1, last + 1) if refresh_due(step, *schedule)]
+def due_steps(
+    last: int, period: int, growth: float | None, turn: int = -1, first: int = 1, shortest: int = 1
+) -> list[int]:
+    schedule = refresh_schedule(period, growth, first, shortest)
+    return [step for step in range(1, last + 1) if schedule.due(step, turn % period)]
 
 
 # When
 
 
 def test_published_schedule() -> None:
-    """Without early refreshes: at step 1 and at every multiple of the period."""
+    """Without early refreshes and all at once: at step 1 and at every multiple of the period."""
     assert due_steps(350, 100, None) == [1, 100, 200, 300]
     assert due_steps(4, 1, None) == [1, 2, 3, 4]
 
 
 def test_default_schedule_is_dense_early() -> None:
-    """Intervals grow from 1 on, and stay at the period of 10 once they have reached it."""
+    """A first round of 10 steps; then they grow from 5 on, and stay at the period of 10 once they have reached it."""
     optimizer = SPlus([nn.Parameter(torch.zeros(2, 2))])
-    group = optimizer.param_groups[0]
-    steps = due_steps(80, group["precondition_frequency"], group["refresh_growth"])
-    assert [step for step in steps if step < 10] == [1, 2, 3, 4, 5, 7, 9]
-    assert [step for step in steps if step > 34] == [40, 50, 60, 70, 80]
+    schedule, turns = optimizer._books[0].refresh_plan(optimizer.param_groups[0])
+    assert turns == {0: 0}
+    assert [step for step in range(1, 80) if schedule.due(step, 0)] == [1, 11, 16, 21, 27, 34, 43, 53, 63, 73]
+    assert [step for step in range(1, 12) if schedule.is_first(step)] == list(range(1, 11))
+
+
+ROUNDS = [(1, 1), (10, 5), (4, 2), (3, 7)]
 
 
 @settings(max_examples=200, deadline=None)
-@given(st.integers(1, 60), st.sampled_from([None, 1.1, 1.3, 1.5, 2.0, 3.0]), st.data())
-def test_schedule_is_the_simulated_one(period: int, growth: float | None, data: st.DataObject) -> None:
-    """Whether a step is due agrees with intervals grown one after the other, at every offset."""
-    offset = data.draw(st.integers(0, period - 1))
-    assert due_steps(400, period, growth, offset) == sorted(refresh_steps(400, period, growth, offset))
+@given(st.integers(1, 60), st.sampled_from([None, 1.1, 1.3, 1.5, 2.0, 3.0]), st.sampled_from(ROUNDS), st.data())
+def test_schedule_is_the_simulated_one(
+    period: int, growth: float | None, rounds: tuple[int, int], data: st.DataObject
+) -> None:
+    """Whether a step is due agrees with rounds laid one after the other, at every turn."""
+    turn = data.draw(st.integers(0, period - 1))
+    expected = sorted(refresh_steps(400, period, growth, turn, *rounds))
+    assert due_steps(400, period, growth, turn, *rounds) == expected
 
 
+@pytest.mark.parametrize("rounds", ROUNDS)
 @pytest.mark.parametrize(("period", "growth"), [(10, 1.3), (1, 1.3), (5, 1.1), (100, 1.3), (10, 2.0), (20, None)])
-def test_no_basis_gets_older_than_the_period(period: int, growth: float | None) -> None:
-    """At every offset a matrix refreshes at least once in any ``period`` steps, where early refreshes end too."""
-    for offset in range(period):
-        steps = due_steps(600, period, growth, offset)
+def test_no_basis_gets_older_than_the_period(period: int, growth: float | None, rounds: tuple[int, int]) -> None:
+    """At every turn a matrix refreshes at least once in any ``period`` steps, where early rounds end too."""
+    for turn in range(period):
+        steps = [0, *due_steps(600, period, growth, turn, *rounds)]
         longest = max(after - before for before, after in pairwise(steps))
-        assert longest <= period, f"{longest} steps without a refresh at offset {offset}: {steps}"
+        assert longest <= period, f"{longest} steps without a refresh at turn {turn}: {steps}"
+
+
+@pytest.mark.parametrize(("period", "growth"), [(10, 1.3), (100, 1.3), (20, None), (7, 2.0)])
+def test_a_step_refreshes_a_fifth_at_most(period: int, growth: float | None) -> None:
+    """Spread, the turns that come at one step are a fifth of all, or one more; in the first round a tenth."""
+    schedule = refresh_schedule(period, growth, 10, 5)
+    for step in range(1, 400):
+        together = sum(schedule.due(step, turn) for turn in range(period))
+        assert together <= -(-period // (10 if schedule.is_first(step) else 5))
 
 
 def test_bases_change_on_the_scheduled_steps_and_at_no_other() -> None:
-    """The optimizer renews bases at the end of exactly the steps of its schedule, each matrix at its own offset."""
-    parameters = [nn.Parameter(draws(1, 4, 4)[0]) for _ in range(3)]
-    optimizer = SPlus(parameters, precondition_frequency=3, refresh_growth=2.0)
-    offsets = refresh_offsets({i: matrix_layout((4, 4), max_side=8) for i in range(3)}, 3, True)
-    assert sorted(offsets.values()) == [0, 1, 2]
+    """The optimizer renews bases at the end of exactly the steps of its schedule, each matrix at its own turn."""
+    parameters = [nn.Parameter(draws(1, 4, 4)[0]) for _ in range(6)]
+    optimizer = SPlus(parameters, precondition_frequency=6, refresh_growth=2.0)
+    turns = refresh_turns({i: matrix_layout((4, 4), max_side=8) for i in range(6)}, 6, True)
+    assert sorted(turns.values()) == [0, 1, 2, 3, 4, 5]
     for step, G in enumerate(draws(20, 4, 4), start=1):
         before = [optimizer.state[p]["basis_left"].clone() for p in parameters]
-        drive(optimizer, parameters, [[G] * 3])
+        drive(optimizer, parameters, [[G] * 6])
         for i, parameter in enumerate(parameters):
             changed = not torch.equal(optimizer.state[parameter]["basis_left"], before[i])
-            assert changed == (step in refresh_steps(step, 3, 2.0, offsets[i]))
+            assert changed == (step in refresh_steps(step, 6, 2.0, turns[i], 10, 5))
 
 
 def test_new_basis_is_first_used_in_the_next_step() -> None:
@@ -86,7 +105,9 @@ def test_new_basis_is_first_used_in_the_next_step() -> None:
     weights = []
     for period in (6, 100):
         parameter = nn.Parameter(start.clone())
-        optimizer = SPlus([parameter], precondition_frequency=period, refresh_growth=None)
+        optimizer = SPlus(
+            [parameter], precondition_frequency=period, refresh_growth=None, spread_refreshes=False
+        )
         drive(optimizer, [parameter], gradients.unsqueeze(1))
         weights.append(parameter.detach())
     assert torch.equal(*weights)
@@ -94,16 +115,16 @@ def test_new_basis_is_first_used_in_the_next_step() -> None:
 
 @settings(max_examples=100, deadline=None)
 @given(st.lists(st.tuples(st.integers(2, 40), st.integers(2, 40)), min_size=1, max_size=30), st.integers(1, 12))
-def test_offsets_share_the_work_of_a_period(shapes: list[tuple[int, int]], period: int) -> None:
+def test_turns_share_the_work_of_a_period(shapes: list[tuple[int, int]], period: int) -> None:
     """No step of the period carries more than the least loaded one plus the largest single refresh."""
     layouts = {i: matrix_layout(shape, max_side=100) for i, shape in enumerate(shapes)}
-    offsets = refresh_offsets(layouts, period, True)
+    turns = refresh_turns(layouts, period, True)
     work = {i: m**3 + n**3 for i, (m, n) in enumerate(shapes)}
-    loads = [sum(work[i] for i, at in offsets.items() if at == offset) for offset in range(period)]
-    assert offsets.keys() == layouts.keys()
+    loads = [sum(work[i] for i, at in turns.items() if at == turn) for turn in range(period)]
+    assert turns.keys() == layouts.keys()
     assert sum(loads) == sum(work.values())
     assert max(loads) - min(loads) <= max(work.values())
-    assert set(refresh_offsets(layouts, period, False).values()) == {0}
+    assert set(refresh_turns(layouts, period, False).values()) == {period - 1}
 
 
 # What

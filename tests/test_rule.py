@@ -105,16 +105,17 @@ def test_sign_threshold_is_each_matrix_own() -> None:
     """An entry counts as zero below eps times the Frobenius norm of its own matrix, whatever else is in the batch."""
     X = torch.tensor([[[3.0, -4], [0.49, -0.51]], [[3e9, 4e9], [-0.51e9, 0]], [[0, 0], [0, 0]]], dtype=DOUBLE)
     expected = torch.tensor([[[1.0, -1], [0, -1]], [[1, 1], [-1, 0]], [[0, 0], [0, 0]]], dtype=DOUBLE)
-    assert torch.equal(sign_above_noise(X, 0.1), expected)
-    assert torch.equal(sign_above_noise(X, 0.0), X.sign())
+    signs = X.sign()
+    assert torch.equal(sign_above_noise(X.clone(), 0.1), expected)
+    assert torch.equal(sign_above_noise(X, 0.0), signs)
 
 
 def test_direction_ignores_signs_and_order_of_eigenvectors() -> None:
     """U is the same for any signs and order of the columns of the bases."""
-    M, Q_L, Q_R = draws(2, 4, 6), orthogonal(4), orthogonal(6)
+    M, Q_L, Q_R = draws(2, 4, 6), orthogonal(4).expand(2, 4, 4), orthogonal(6).expand(2, 6, 6)
     flips = torch.tensor([1.0, -1, -1, 1], dtype=DOUBLE)
-    other_L = (Q_L * flips)[:, [2, 0, 3, 1]]
-    other_R = -Q_R.flip(1)
+    other_L = (Q_L * flips)[..., [2, 0, 3, 1]]
+    other_R = -Q_R.flip(-1)
     for eps in (0.0, 0.3):
         torch.testing.assert_close(
             whitened_direction(M, Q_L, Q_R, eps), whitened_direction(M, other_L, other_R, eps), rtol=0, atol=1e-14
@@ -123,7 +124,7 @@ def test_direction_ignores_signs_and_order_of_eigenvectors() -> None:
 
 def test_inner_product_with_momentum_is_the_rotated_l1_norm() -> None:
     """<U, M> = Σ |Q_Lᵀ M Q_R|: the direction always descends along the momentum."""
-    M, Q_L, Q_R = draws(3, 4, 6), orthogonal(4), orthogonal(6)
+    M, Q_L, Q_R = draws(3, 4, 6), orthogonal(4).expand(3, 4, 4), orthogonal(6).expand(3, 6, 6)
     U = whitened_direction(M, Q_L, Q_R, 0.0)
     torch.testing.assert_close((U * M).sum((1, 2)), rotate(M, Q_L, Q_R).abs().sum((1, 2)))
 
