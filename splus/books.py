@@ -4,6 +4,7 @@ import math
 import operator
 from collections.abc import Collection, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -146,26 +147,31 @@ def matrix_batches(books: GroupBooks, positions: Collection[int]) -> list[Batch]
     ]
 
 
-def elementwise_batches(books: GroupBooks, positions: Collection[int]) -> list[list[tuple[int, slice]]]:
+def elementwise_batches(books: GroupBooks, positions: Collection[int]) -> list[list[tuple[int, slice | None]]]:
     """The parameters that are not whitened in batches of at most BATCH_LIMIT entries, large ones by slices of rows."""
-    batches: list[list[tuple[int, slice]]] = []
+    batches: list[list[tuple[int, slice | None]]] = []
     room, kind = 0, None
     for position in books.elementwise:
         if position not in positions:
             continue
         parameter = books.parameters[position]
-        rows = len(parameter) if parameter.ndim else 1
-        entries = parameter.numel() // rows
-        step = max(1, BATCH_LIMIT // entries)
-        for first in range(0, rows, step):
-            chosen = slice(first, min(rows, first + step))
-            count = entries * (chosen.stop - first)
+        for rows, count in _row_slices(parameter):
             if count > room or (parameter.dtype, parameter.device) != kind:
                 batches.append([])
                 room, kind = BATCH_LIMIT, (parameter.dtype, parameter.device)
-            batches[-1].append((position, chosen))
+            batches[-1].append((position, rows))
             room -= count
     return batches
+
+
+def _row_slices(parameter: Tensor) -> list[tuple[slice | None, int]]:
+    """Slices of rows with at most BATCH_LIMIT entries, and their entries; None for all rows."""
+    if parameter.numel() <= BATCH_LIMIT:
+        return [(None, parameter.numel())]
+    rows, entries = len(parameter), parameter[0].numel()
+    step = max(1, BATCH_LIMIT // entries)
+    edges = [*range(0, rows, step), rows]
+    return [(slice(first, last), entries * (last - first)) for first, last in pairwise(edges)]
 
 
 def overwrite(live: dict[str, Any], saved: Mapping[str, Any]) -> None:

@@ -14,7 +14,7 @@ from splus.workspace import Workspace
 
 # Entries of factors that are decomposed together. Solvers take one matrix at a time beyond small sizes, and hold
 # several copies of what they are given.
-DECOMPOSITION_LIMIT = 2**20
+DECOMPOSITION_LIMIT = 2**18
 
 
 class Bucket:

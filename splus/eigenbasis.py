@@ -61,7 +61,10 @@ def orthogonal_iteration(S: Tensor, Q: Tensor) -> Tensor:
     """
     image = S @ Q
     order = (Q * image).sum(dim=-2).argsort(dim=-1, descending=True)
-    return torch.linalg.qr(image.gather(-1, order.unsqueeze(-2).expand_as(image))).Q
+    image = image.gather(-1, order.unsqueeze(-2).expand_as(image))
+    reflectors, scales = torch.geqrf(image)
+    del image  # torch.linalg.qr would hold this and make R as well
+    return torch.linalg.householder_product(reflectors, scales)
 
 
 def basis_drift(S: Tensor, Q: Tensor) -> Tensor:

@@ -20,6 +20,7 @@ import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Literal
 
 from torch import Tensor
@@ -76,7 +77,7 @@ class MatrixLayout:
     columns: int
     parts: tuple[Part, ...]
 
-    @property
+    @cached_property
     def divided(self) -> bool:
         """Whether the matrices are not simply the parameter's entries in their order."""
         return len(self.parts) > 1 or self.parts[0].columns.count > 1

@@ -110,7 +110,7 @@ class SPlus(Optimizer):
         sides: Sides = "both",
         matmul_dtype: torch.dtype | None = None,
         refresh_method: str = "qr",
-        refresh_growth: float | None = 1.3,
+        refresh_growth: float | None = 1.15,
         spread_refreshes: bool = True,
         maximize: bool = False,
         foreach: bool | None = None,
@@ -222,8 +222,9 @@ class SPlus(Optimizer):
                 check_unchanged(parameter, name, *books.kinds[position])
                 check_gradient(gradient, name)
         for books, found in zip(self._books, present):
-            for position, good in zip(list(found), _usable(found, books)):
-                if good:
+            usable = _usable(found)
+            for position in list(found):
+                if usable[position]:
                     books.gradient_faults.clear(position)
                 else:
                     del found[position]
@@ -325,11 +326,12 @@ class SPlus(Optimizer):
                 keep_weights([p for p in books.parameters.values() if "weights" not in self.state[p]], self.state)
 
 
-def _usable(gradients: Mapping[int, Tensor], books: GroupBooks) -> list[bool]:
+def _usable(gradients: Mapping[int, Tensor]) -> dict[int, bool]:
     """Whether each gradient is finite and its squares can be added up in the state's dtype; one synchronisation."""
-    if not gradients:
-        return []
-    largest = torch._foreach_norm(list(gradients.values()), torch.inf)
-    peaks = torch.stack([peak.to(largest[0].device, torch.float64) for peak in largest]).tolist()
-    limits = (torch.finfo(state_dtype(books.parameters[i].dtype)).max / g.numel() for i, g in gradients.items())
-    return [peak < math.sqrt(limit) for peak, limit in zip(peaks, limits)]
+    usable: dict[int, bool] = {}
+    for dtype in {state_dtype(gradient.dtype) for gradient in gradients.values()}:
+        chosen = {i: gradient for i, gradient in gradients.items() if state_dtype(gradient.dtype) == dtype}
+        norms = torch._foreach_norm(list(chosen.values()), 2, dtype)
+        largest = math.sqrt(torch.finfo(dtype).max)
+        usable |= zip(chosen, torch.stack([norm.to(norms[0].device) for norm in norms]).lt(largest).tolist())
+    return usable

@@ -46,7 +46,7 @@ def _step_elementwise(
     state: State,
     gradients: Mapping[int, Tensor],
     weights: Mapping[int, Tensor],
-    rows: list[tuple[int, slice]],
+    rows: list[tuple[int, slice | None]],
     workspace: Workspace,
 ) -> None:
     """Parameters that are not whitened move by lr · elementwise_scale · sign(M)."""
@@ -166,8 +166,8 @@ def _working_weights(books: GroupBooks, position: int, state: Mapping[str, Any])
     return weights.contiguous() if layout is not None and layout.divided else weights
 
 
-def _rows(tensor: Tensor, chosen: slice) -> Tensor:
-    return tensor[chosen] if tensor.ndim else tensor
+def _rows(tensor: Tensor, chosen: slice | None) -> Tensor:
+    return tensor if chosen is None else tensor[chosen]
 
 
 def _like(tensors: list[Tensor], workspace: Workspace) -> list[Tensor]:

@@ -26,7 +26,7 @@ class Reference:
         weight_decay: float = 1e-2,
         ema_decay: float = 0.999,
         precondition_frequency: int = 10,
-        refresh_growth: float | None = 1.3,
+        refresh_growth: float | None = 1.15,
         refresh_method: str = "qr",
         turn: int = 0,
         spread: bool = True,

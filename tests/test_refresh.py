@@ -105,9 +105,7 @@ def test_new_basis_is_first_used_in_the_next_step() -> None:
     weights = []
     for period in (6, 100):
         parameter = nn.Parameter(start.clone())
-        optimizer = SPlus(
-            [parameter], precondition_frequency=period, refresh_growth=None, spread_refreshes=False
-        )
+        optimizer = SPlus([parameter], precondition_frequency=period, refresh_growth=None, spread_refreshes=False)
         drive(optimizer, [parameter], gradients.unsqueeze(1))
         weights.append(parameter.detach())
     assert torch.equal(*weights)
