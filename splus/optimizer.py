@@ -7,6 +7,7 @@ from typing import Any, overload
 
 import torch
 from torch import Tensor
+from torch._compile import _disable_dynamo
 from torch.optim.optimizer import Optimizer, ParamsT
 
 from splus.arguments import check_gradient, check_group, check_unchanged, make_plain, refuse_unsupported
@@ -183,6 +184,9 @@ class SPlus(Optimizer):
     @overload
     def step(self, closure: Callable[[], float]) -> float: ...
 
+    # Never compiled, also inside torch.compile(optimizer.step): fusing the elementwise tail of a step saved 2 to 5% of it
+    # on two cores after a minute of compilation, and lr, step counts and refreshes are decided on the host.
+    @_disable_dynamo
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
         """Update every parameter that has a gradient; the others and their state stay as they are.

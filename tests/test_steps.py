@@ -248,3 +248,28 @@ def test_state_of_the_lean_mode_is_small() -> None:
         optimizer = SPlus(parameters, sides="shorter", matmul_dtype=dtype)
         tensors = [v for p in parameters for v in optimizer.state[p].values() if isinstance(v, Tensor)]
         assert sum(tensor.nbytes for tensor in tensors) <= most * entries
+
+
+# Compilation
+
+
+def test_compiled_step_is_the_step() -> None:
+    """torch.compile(optimizer.step) compiles nothing, however lr, betas and step change, and gives the same bits."""
+    twins = [[nn.Parameter(draws(1, *shape, seed=9)[0]) for shape in ((6, 4), (5,))] for _ in "ab"]
+    optimizers = [SPlus(parameters, precondition_frequency=3) for parameters in twins]
+    schedulers = [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9) for optimizer in optimizers]
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    compiled = torch.compile(optimizers[0].step)
+    for step in range(12):
+        gradients = [draws(12, *parameter.shape)[step] for parameter in twins[0]]
+        for parameters, take, scheduler, optimizer in zip(
+            twins, (compiled, optimizers[1].step), schedulers, optimizers
+        ):
+            for parameter, gradient in zip(parameters, gradients):
+                parameter.grad = gradient.clone()
+            take()
+            scheduler.step()
+            optimizer.param_groups[0]["betas"] = (0.9 - step / 100, 0.97)
+    assert all(map(torch.equal, *twins))
+    assert torch._dynamo.utils.counters["stats"].get("unique_graphs", 0) == 0
