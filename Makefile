@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help compare smoke ablation test lint types suite clean
+.PHONY: help compare smoke ablation steps test lint types suite clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -17,8 +17,11 @@ compare: $(VENV)/bench  ## SPlus against Adam on text, images and diffusion: a t
 smoke: $(VENV)/bench  ## the same with toy runs, to see that all of it works (under a minute)
 	$(BIN)/python -m benchmarks.compare preset=smoke
 
-ablation: $(VENV)/bench  ## what each choice of SPlus is worth, on the three objectives (about 20 minutes on 2 cores)
+ablation: $(VENV)/bench  ## what each choice of SPlus is worth, on the three objectives (about half an hour on 2 cores)
 	$(BIN)/python -m benchmarks.ablation
+
+steps: $(VENV)/bench  ## what a step costs beside other optimizers: time, memory (15 minutes on 2 cores)
+	$(BIN)/python -m benchmarks.step_time
 
 test: lint types suite  ## lint, types and the test suite with branch coverage (under 10 minutes on 2 cores)
 

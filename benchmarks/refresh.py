@@ -3,9 +3,9 @@
     python -m benchmarks.refresh                        (five minutes on 2 cores)
     python -m benchmarks.refresh --widths 64 128        (half a minute)
 
-A GPT of one block is trained on the text for 40 steps at each width, and the factors of its MLP (sides of one and four
-widths) are kept after 20, 30 and 40 steps. Each method follows them from the eigenbasis of the first, refreshing as
-the optimizer does at its period of 10. At the last one:
+A GPT of one block is trained on the text for 40 steps at each width, and the factors of its MLP's first matrix (sides
+of one and four widths) are kept after 20, 30 and 40 steps. Each method follows them from the eigenbasis of the first,
+refreshing as the optimizer does at its period of 10. At the last one:
 
 seconds        median of rounds in which the methods take turns
 drift          ‖offdiag(QᵀSQ)‖_F / ‖QᵀSQ‖_F, which strong directions dominate
@@ -26,15 +26,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from hydra import compose, initialize_config_dir
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 from tqdm import tqdm
 
-from benchmarks.cells import ROOT
+from benchmarks.recording import recorded_states
 from splus.eigenbasis import basis_drift, orthogonality_error, refreshed_basis
-from train.trainer import Trainer
 
 STEPS = (20, 30, 40)
 Method = Callable[[Tensor, Tensor], Tensor]
@@ -48,9 +46,10 @@ def main() -> None:
     arguments = parser.parse_args()
     rows: list[dict[str, Any]] = []
     for width in tqdm(arguments.widths, desc="widths"):
-        for factors in recorded_factors(width).values():
-            if factors[0].shape[-1] not in {row["n"] for row in rows}:
-                rows += compare(factors, arguments.rounds)
+        states = recorded_states(width, STEPS)
+        for name in ("factor_right", "factor_left"):
+            if states[0][name].shape[-1] not in {row["n"] for row in rows}:
+                rows += compare([state[name] for state in states], arguments.rounds)
     console = Console()
     console.print(table(rows))
     output = Path(arguments.output)
@@ -60,22 +59,6 @@ def main() -> None:
         writer.writeheader()
         writer.writerows(rows)
     console.print(f"Written to {output / 'refresh.csv'}", highlight=False)
-
-
-def recorded_factors(width: int) -> dict[str, list[Tensor]]:
-    """The factors (1, n, n) of both sides of the MLP's first matrix, after each of STEPS."""
-    settings = ["preset=quick", "objective=language_modelling", "optimizer=splus", f"model.width={width}"]
-    settings += ["model.depth=1", "batch_size=32", "steps=300"]
-    factors: dict[str, list[Tensor]] = {"factor_right": [], "factor_left": []}
-    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-        trainer = Trainer(compose("config", settings))
-    parameter = trainer.model.get_parameter("transformer.blocks.0.mlp.expand.weight")
-    for step in range(1, STEPS[-1] + 1):
-        trainer.train_step()
-        if step in STEPS:
-            for name, kept in factors.items():
-                kept.append(trainer.optimizer.state[parameter][name][None].clone())
-    return factors
 
 
 def compare(factors: list[Tensor], rounds: int) -> list[dict[str, Any]]:
