@@ -171,6 +171,8 @@ class Run:
         before = {name: self.optimizers[0].param_groups[0][name] for name in options}
         for group in self.optimizers[0].param_groups:
             group.update(options)
+        for state in self.optimizers[0].state.values():  # SOAP goes by a copy of its period there
+            state.update({name: value for name, value in options.items() if name in state})
         return before
 
     def state_bytes(self) -> int:

@@ -1,6 +1,6 @@
 """What a step of SPlus costs beside other optimizers, and beside its six matrix products alone.
 
-    python -m benchmarks.step_time                                (the sets large, many and conv; 10 minutes on 2 cores)
+    python -m benchmarks.step_time                                (the sets large, many and conv; 15 minutes on 2 cores)
     python -m benchmarks.step_time --sets gpt2 --periods 1        (12 GB; half an hour)
     python -m benchmarks.step_time --device cuda
 
@@ -13,8 +13,8 @@ slowest     of all steps after the first, early refreshes included
 state       bytes of the optimizer's state a parameter
 temporary   most bytes that a step holds beyond parameters, gradients and state
 
-All times are given in milliseconds and over those of the floor: the six products of SPlus's rule in fp32, batched by
-shape, alone. Written to results/step_time/: a CSV and a plot.
+All times are given in milliseconds and over those of the floor, taken in the same rounds: the six products of SPlus's
+rule in fp32, batched by shape, alone. Written to results/step_time/: a CSV and a plot.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def parsed_arguments() -> argparse.Namespace:
     parser.add_argument("--sets", nargs="+", choices=SETS, default=["large", "many", "conv"])
     parser.add_argument("--only", nargs="+", help="parts of names of optimizers; default: all")
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--early", type=int, default=25, help="steps from the start that are timed for the slowest")
+    parser.add_argument("--early", type=int, default=15, help="steps from the start that count for the slowest")
     parser.add_argument("--rounds", type=int, default=15, help="steps without a refresh, each optimizer in turn")
     parser.add_argument("--periods", type=int, default=2, help="periods with refreshes, each optimizer in turn")
     parser.add_argument("--output", default="results/step_time")
@@ -80,6 +80,7 @@ def measure(
     with tqdm(total=total, desc=f"{name}: steps", unit="step") as bar:
 
         def take_turns(phase: str) -> None:
+            times["floor"][phase].append(seconds(floor.step, device))
             for contender, run in runs.items():
                 run.prepare()
                 times[contender][phase].append(seconds(run.step, device))
@@ -91,14 +92,13 @@ def measure(
             run.settle()
         before = {contender: run.set_options(run.contender.without) for contender, run in runs.items()}
         for _ in range(settings.rounds):
-            times["floor"]["plain"].append(seconds(floor.step, device))
             take_turns("plain")
         for contender, run in runs.items():
             run.set_options(before[contender])
         for _ in range(settings.periods * PERIOD):
             take_turns("period")
-    unit = statistics.median(times["floor"]["plain"])
-    rows = [{"set": name, "optimizer": "the six products alone", "step": unit, "step/floor": 1.0}]
+    unit = {phase: statistics.median(of) for phase, of in times["floor"].items()}
+    rows = [{"set": name, "optimizer": "the six products alone", "step": unit["plain"], "step/floor": 1.0}]
     for contender, run in runs.items():
         of = times[contender]
         whole = [statistics.mean(of["period"][i * PERIOD : (i + 1) * PERIOD]) for i in range(settings.periods)]
@@ -110,7 +110,8 @@ def measure(
             "mean": statistics.median(whole),
             "slowest": max(of["early"][1:] + of["plain"] + of["period"]),
         }
-        row |= {f"{column}/floor": row[column] / unit for column in TIMES}
+        phases = {"first": "early", "step": "plain", "mean": "period", "slowest": "early"}
+        row |= {f"{column}/floor": row[column] / unit[phases[column]] for column in TIMES}
         row |= {"slowest/step": row["slowest"] / row["step"], "first/step": row["first"] / row["step"]}
         row |= {"state": run.state_bytes() / parameters.entries, "temporary": temporary[contender]}
         rows.append(row)
@@ -133,8 +134,9 @@ def peak_temporaries(contender: Contender, parameters: ParameterSet, gradients: 
     device = gradients[0][0].device
 
     def steps() -> None:
-        # The first makes the state of some; SPlus refreshes a tenth of its matrices in each of the first ten.
-        for _ in range(PERIOD):
+        # SPlus has its state from the start and refreshes a tenth of its matrices in each of the first ten steps; the
+        # others make theirs in the first step, and refresh all in one.
+        for _ in range(PERIOD if resting else 3):
             run.prepare()
             run.step()
 

@@ -60,7 +60,7 @@ def orthogonal_iteration(S: Tensor, Q: Tensor) -> Tensor:
     rounding noise in S Q, and would turn every direction that is orthogonalised after it.
     """
     image = S @ Q
-    order = (Q * image).sum(dim=-2).argsort(dim=-1, descending=True)
+    order = torch.linalg.vecdot(Q, image, dim=-2).argsort(dim=-1, descending=True)
     image = image.gather(-1, order.unsqueeze(-2).expand_as(image))
     reflectors, scales = torch.geqrf(image)
     del image  # torch.linalg.qr would hold this and make R as well

@@ -44,11 +44,12 @@ def test_published_schedule() -> None:
 
 
 def test_default_schedule_is_dense_early() -> None:
-    """A first round of 10 steps; then they grow from 5 on, and stay at the period of 10 once they have reached it."""
+    """A first round of 10 steps, rounds of 5, longer ones from step 40 on, and of 10 once they have got to that."""
     optimizer = SPlus([nn.Parameter(torch.zeros(2, 2))])
     schedule, turns = optimizer._books[0].refresh_plan(optimizer.param_groups[0])
     assert turns == {0: 0}
-    assert [step for step in range(1, 80) if schedule.due(step, 0)] == [1, 11, 16, 21, 27, 34, 43, 53, 63, 73]
+    steps = [step for step in range(1, 100) if schedule.due(step, 0)]
+    assert steps == [1, 11, 16, 21, 26, 31, 36, 41, 46, 52, 59, 67, 76, 86, 96]
     assert [step for step in range(1, 12) if schedule.is_first(step)] == list(range(1, 11))
 
 
@@ -195,13 +196,12 @@ def patch_solvers(
         changed = vectors if only not in (None, S.dtype) else change(S, vectors)
         return SimpleNamespace(eigenvalues=values, eigenvectors=changed)
 
-    def of_qr(image: Tensor, _qr: Solver = torch.linalg.qr) -> Any:
-        Q, R = _qr(image)
-        changed = Q if only not in (None, image.dtype) else change(image, Q)
-        return SimpleNamespace(Q=changed, R=R)
+    def of_qr(reflectors: Tensor, scales: Tensor, _make: Any = torch.linalg.householder_product) -> Tensor:
+        Q = _make(reflectors, scales)
+        return Q if only not in (None, Q.dtype) else change(reflectors, Q)
 
     monkeypatch.setattr(torch.linalg, "eigh", of_eigh)
-    monkeypatch.setattr(torch.linalg, "qr", of_qr)
+    monkeypatch.setattr(torch.linalg, "householder_product", of_qr)
 
 
 def raising(S: Tensor, basis: Tensor) -> Tensor:
