@@ -19,8 +19,9 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.cells import ROOT, Cell, Outcome
+from benchmarks.machine import usable_cores
 from benchmarks.progress import Progress
-from benchmarks.sweep import run_cells, usable_cores
+from benchmarks.sweep import run_cells
 
 # Which weights of a run are scored: SPlus's own averages, or the best of those kept beside Adam.
 AVERAGED = "averaged"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 from pathlib import Path
@@ -98,6 +98,11 @@ def earlier_outcome(directory: Path) -> Outcome | None:
     return Outcome(directory, result["status"], float(result["seconds"]), result)
 
 
+def known_outcome(cell: Cell, root: Path, recorded: Mapping[str, Outcome] | None) -> Outcome | None:
+    """The outcome of a cell that has already ended, from its directory or else by its key from ``recorded``."""
+    return earlier_outcome(cell.directory(root)) or (recorded or {}).get(cell.hash)
+
+
 def read_metrics(directory: Path) -> Iterator[dict[str, Any]]:
     """The lines of metrics.jsonl; a last line still being written is left out."""
     path = directory / "metrics.jsonl"
@@ -137,4 +142,23 @@ def code_digest() -> str:
 def made_by_other_code(outcome: Outcome) -> bool:
     """Whether the cell was started by another state of `splus` or `train` than the present one."""
     path = outcome.directory / "code.txt"
-    return path.exists() and path.read_text().strip() != code_digest()
+    code = path.read_text().strip() if path.exists() else outcome.result.get("code", code_digest())
+    return bool(code != code_digest())
+
+
+def finished_earlier(
+    wanted: Callable[[Mapping[Cell, Outcome]], Sequence[Cell]],
+    root: Path,
+    recorded: Mapping[str, Outcome] | None = None,
+) -> dict[Cell, Outcome]:
+    """The wanted cells that earlier commands have ended, and those wanted because of them."""
+    outcomes: dict[Cell, Outcome] = {}
+    while True:
+        new = {
+            cell: outcome
+            for cell in wanted(outcomes)
+            if cell not in outcomes and (outcome := known_outcome(cell, root, recorded))
+        }
+        if not new:
+            return outcomes
+        outcomes |= new

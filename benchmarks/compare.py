@@ -16,10 +16,11 @@ from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
 from rich.markup import escape
 
-from benchmarks.cells import ROOT, Cell, Outcome, earlier_outcome, made_by_other_code
+from benchmarks.cells import ROOT, finished_earlier, made_by_other_code
+from benchmarks.machine import usable_cores
 from benchmarks.plan import OPTIMIZERS, Comparison
 from benchmarks.progress import Progress, summary
-from benchmarks.sweep import DirectoryInUse, Outcomes, run_cells, usable_cores
+from benchmarks.sweep import DirectoryInUse, Outcomes, run_cells
 from benchmarks.table import (
     entries,
     headline,
@@ -83,7 +84,7 @@ def comparison_from(config: DictConfig) -> Comparison:
 
 def announce(comparison: Comparison, expected: str, workers: int, output: Path, console: Console) -> None:
     """Says what is going to be run, how long it takes and how much of it is there already."""
-    outcomes = finished_earlier(comparison, output / "cells")
+    outcomes = finished_earlier(comparison.wanted, output / "cells")
     total = sum(comparison.expected(outcomes).values())
     console.print(
         f"SPlus against Adam on {', '.join(map(title, comparison.objectives)).lower()} (preset {comparison.preset}).\n"
@@ -98,20 +99,6 @@ def announce(comparison: Comparison, expected: str, workers: int, output: Path, 
         console.print(
             f"[yellow]{old} finished runs were made by another version of the code;[/] to repeat them, delete {output}"
         )
-
-
-def finished_earlier(comparison: Comparison, root: Path) -> Outcomes:
-    """The wanted cells that earlier commands have ended, and those wanted because of them."""
-    outcomes: dict[Cell, Outcome] = {}
-    while True:
-        new = {
-            cell: outcome
-            for cell in comparison.wanted(outcomes)
-            if cell not in outcomes and (outcome := earlier_outcome(cell.directory(root)))
-        }
-        if not new:
-            return outcomes
-        outcomes |= new
 
 
 def conclude(

@@ -54,7 +54,7 @@ def loss_curves(rows: Sequence[Entry], clock: bool) -> Figure:
 
     The dotted line is Adam's final loss; where SPlus reaches it is marked.
     """
-    figure, axes = _panel(f"Loss against {'seconds' if clock else 'steps'}")
+    figure, axes = panel(f"Loss against {'seconds' if clock else 'steps'}")
     axes.set_xlabel("training time, s" if clock else "step")
     axes.set_ylabel("validation loss")
     means = {entry.row: mean for entry in rows if (mean := mean_curve(entry.curves))}
@@ -99,7 +99,7 @@ def _leave_out_the_start(axes: Axes, curves: Sequence[Curve]) -> None:
 
 def learning_rates(swept: Mapping[Row, Mapping[int, float | None]]) -> Figure:
     """Final loss of seed 0 at every learning rate tried; crosses at the top are runs that diverged."""
-    figure, axes = _panel("Loss against learning rate")
+    figure, axes = panel("Loss against learning rate")
     axes.set_xlabel("learning rate")
     axes.set_ylabel("final validation loss, seed 0")
     axes.set_xscale("log")
@@ -126,7 +126,8 @@ def learning_rates(swept: Mapping[Row, Mapping[int, float | None]]) -> Figure:
     return figure
 
 
-def _panel(heading: str) -> tuple[Figure, Axes]:
+def panel(heading: str) -> tuple[Figure, Axes]:
+    """An empty figure of one place, with its heading."""
     figure = Figure(figsize=(5.2, 3.6), layout="constrained")
     axes = figure.add_subplot()
     axes.set_title(heading)
@@ -138,8 +139,12 @@ def save_png(figure: Figure, path: Path) -> None:
         figure.savefig(path, dpi=160, facecolor="white")
 
 
-def inline_svg(figure: Figure, name: str) -> str:
-    """The figure as an <svg> element for a page: transparent, as wide as its place, coloured by the page."""
+def inline_svg(figure: Figure, name: str, variables: Mapping[str, str] = VARIABLES) -> str:
+    """The figure as an <svg> element for a page: transparent, as wide as its place.
+
+    Args:
+        variables: of the page's style sheet, by the colours they replace.
+    """
     text = io.StringIO()
     with matplotlib.rc_context(STYLE):
         figure.savefig(text, format="svg", transparent=True, metadata={"Date": None})
@@ -153,6 +158,6 @@ def inline_svg(figure: Figure, name: str) -> str:
         count=1,
     )
     svg = re.sub(r'(id="|url\(#|href="#)', rf"\g<1>{name}-", svg)  # ids are unique in the page, not just in the figure
-    for color, variable in VARIABLES.items():
+    for color, variable in variables.items():
         svg = svg.replace(color, variable)
     return svg

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import os
 import platform
 import shlex
 import sys
@@ -19,9 +18,10 @@ from omegaconf import OmegaConf
 
 from benchmarks.cells import code_digest, made_by_other_code
 from benchmarks.figures import draw, inline_svg, save_png
+from benchmarks.machine import processor, usable_cores
 from benchmarks.plan import ADAM, SPLUS, Comparison
 from benchmarks.progress import summary
-from benchmarks.sweep import Outcomes, usable_cores
+from benchmarks.sweep import Outcomes
 from benchmarks.table import HEADINGS, Entry, headline, notes, reproduce, texts, title
 
 PACKAGES = ("torch", "numpy", "hydra-core", "einops", "matplotlib")
@@ -35,7 +35,7 @@ def write_report(
     Args:
         settings: of the comparison, to be shown; `workers` is the number that was used.
     """
-    page = template().render(
+    page = template("report.html").render(
         comparison=comparison,
         headline=headline(rows),
         headings=HEADINGS,
@@ -67,7 +67,7 @@ def section(
     return {"title": title(objective), "rows": own, "texts": texts, "figures": svgs, "samples": samples(own)}
 
 
-def template() -> Any:
+def template(name: str) -> Any:
     folder = Path(__file__).parent / "templates"
     environment = Environment(
         loader=FileSystemLoader(folder),
@@ -76,7 +76,7 @@ def template() -> Any:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    return environment.get_template("report.html")
+    return environment.get_template(name)
 
 
 def samples(rows: Sequence[Entry]) -> list[dict[str, str]]:
@@ -120,12 +120,3 @@ def facts(outcomes: Outcomes, workers: int) -> dict[str, str]:
         "Packages": ", ".join(f"{name} {metadata.version(name)}" for name in PACKAGES),
         "Code": f"splus and train, sha256 {code_digest()}",
     }
-
-
-def processor() -> str:
-    """The processor's name, as far as the system tells it."""
-    if os.path.exists("/proc/cpuinfo"):
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return line.split(":", 1)[1].strip()
-    return platform.processor() or "unknown processor"

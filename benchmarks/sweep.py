@@ -27,7 +27,7 @@ from typing import Any, Protocol
 
 from omegaconf import DictConfig, OmegaConf
 
-from benchmarks.cells import Cell, Outcome, code_digest, earlier_outcome
+from benchmarks.cells import Cell, Outcome, code_digest, known_outcome
 
 Outcomes = Mapping[Cell, Outcome]
 Run = Callable[[DictConfig, Path], dict[str, Any]]
@@ -63,11 +63,6 @@ def train_cell(config: DictConfig, directory: Path) -> dict[str, Any]:
     return result
 
 
-def usable_cores() -> int:
-    """The cores this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
 def run_cells(
     wanted: Callable[[Outcomes], Sequence[Cell]],
     root: Path,
@@ -75,6 +70,7 @@ def run_cells(
     *,
     watcher: Watcher | None = None,
     fail_fast: bool = False,
+    recorded: Mapping[str, Outcome] | None = None,
     run: Run = train_cell,
 ) -> dict[Cell, Outcome]:
     """Runs every cell that is wanted, each in its directory under `root`, and returns their outcomes.
@@ -83,6 +79,7 @@ def run_cells(
         wanted: from the outcomes so far, the cells wanted, the most urgent first; ended ones may be among them.
         workers: number of processes, one torch thread each.
         fail_fast: stop at the first crash (the other running cells can be resumed).
+        recorded: outcomes known from elsewhere, by the keys of their configurations.
         run: what a worker does with a configuration and a directory; importable by name.
     """
     if workers < 1:
@@ -92,7 +89,7 @@ def run_cells(
         while True:
             running = {worker.running.cell for worker in pool.busy()}
             queue = [cell for cell in dict.fromkeys(wanted(outcomes)) if cell not in outcomes and cell not in running]
-            earlier = {cell: known for cell in queue if (known := earlier_outcome(cell.directory(root)))}
+            earlier = {cell: known for cell in queue if (known := known_outcome(cell, root, recorded))}
             if not earlier:
                 for cell in queue[: workers - len(running)]:
                     pool.start(cell, cell.directory(root))

@@ -28,14 +28,16 @@ PAPER: Mapping[str, Any] = MappingProxyType(
 )
 
 # What decides the shapes of the state. A loaded state dict must agree on these; it brings all the others.
-STRUCTURAL = ("max_preconditioner_dim", "whiten", "split", "split_dim", "stacked", "oversized", "sides")
+STRUCTURAL = ("max_preconditioner_dim", "whiten", "split", "split_dim", "stacked", "oversized", "sides", "step_scale")
 
 _CHOICES: dict[str, tuple[object, ...]] = {
     "whiten": (True, False, "auto", "2d"),
     "oversized": ("blocks", "unrotated", "published"),
     "sides": ("both", "shorter"),
+    "step_scale": ("shape", "fan_in", "none"),
     "matmul_dtype": (None, torch.bfloat16, torch.float16, torch.float32, torch.float64),
     "refresh_method": ("qr", "eigh"),
+    "scale_weight_decay": (True, False),
     "spread_refreshes": (True, False),
     "maximize": (True, False),
 }

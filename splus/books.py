@@ -78,6 +78,7 @@ class GroupBooks:
                     max_side=group["max_preconditioner_dim"],
                     oversized=group["oversized"],
                     sides=group["sides"],
+                    scale_rule=group["step_scale"],
                 )
             except ValueError as error:
                 raise ValueError(f"{self.names[position]}: {error}") from None

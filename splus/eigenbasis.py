@@ -11,7 +11,7 @@ from torch import Tensor
 Method = Literal["eigh", "qr"]
 
 # A basis further than this from orthogonal, ‖QᵀQ - I‖_F / √n, is not used: a solver can be wrong without an error.
-# Right ones were within 5e-6 in fp32 up to n = 3072: python -m benchmarks.rounding prints it.
+# Right ones were within 2e-6 in fp32 up to n = 3072: python -m benchmarks.rounding prints it.
 ORTHOGONALITY_LIMIT = 1e-3
 
 

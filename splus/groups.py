@@ -33,13 +33,13 @@ def param_groups(
     head: Sequence[str] = (),
     split: Mapping[str, Sections] | None = None,
 ) -> list[dict[str, Any]]:
-    """Two groups for :class:`~splus.SPlus`: "whitened" matrices with decay, "elementwise" parameters without.
+    """Groups for :class:`~splus.SPlus`: "whitened" matrices, which decay; "embeddings", the "head", "other" parameters.
 
     Routed by module: weights of linear and convolution layers are whitened; embeddings, the output head (tied or
-    not), norms, biases, scalars and depthwise kernels take the elementwise rule. The projections of
-    :class:`torch.nn.MultiheadAttention`, the gates of recurrent layers and the groups of a convolution are whitened
-    apart, a bare parameter of three or more dimensions as a stack of matrices. Works with every torch optimizer; the
-    keys it does not know are ignored.
+    not), and others (norms, biases, scalars, depthwise kernels) take the elementwise rule and do not decay. The
+    projections of :class:`torch.nn.MultiheadAttention`, the gates of recurrent layers and the groups of a convolution
+    are whitened apart, a bare parameter of three or more dimensions as a stack of matrices. Works with every torch
+    optimizer; the keys it does not know are ignored.
 
     The head is a linear layer by the name of one (``HEAD_NAMES``, outside any repeated block) or the last layer of a
     sequence of that name, what is tied to an embedding, and the last layer of a model that is a ``nn.Sequential``.
@@ -64,11 +64,13 @@ def param_groups(
     _check_patterns(model, head, split)
     heads = _heads(model, head)
     whitened: dict[str, Any] = {"params": [], "param_names": [], "split": [], "split_dim": [], "stacked": []}
-    elementwise: dict[str, Any] = {"params": [], "param_names": []}
+    elementwise: dict[str, dict[str, Any]] = {
+        name: {"params": [], "param_names": []} for name in ("embeddings", "head", "other")
+    }
     unused = dict(split)
     for parameter, owners in _owners(model).items():
         if any(_is_elementwise(owner, parameter, heads) for owner in owners):
-            group = elementwise
+            group = elementwise[_role(owners, parameter, heads)]
         else:
             group = whitened
             pattern = next((pattern for pattern in split for owner in owners if fnmatchcase(owner.name, pattern)), None)
@@ -84,8 +86,9 @@ def param_groups(
             "leaves; only those have sections."
         )
     whitened |= {"name": "whitened", "whiten": True, "weight_decay": weight_decay}
-    elementwise |= {"name": "elementwise", "whiten": False, "weight_decay": 0.0}
-    return [group for group in (whitened, elementwise) if group["params"]]
+    for name, group in elementwise.items():
+        group |= {"name": name, "whiten": False, "weight_decay": 0.0}
+    return [group for group in (whitened, *elementwise.values()) if group["params"]]
 
 
 @dataclass(frozen=True)
@@ -119,8 +122,24 @@ def _is_elementwise(owner: _Owner, parameter: nn.Parameter, heads: set[str]) -> 
     if _is_layer(module):
         return False
     # A bare parameter: positions, class tokens, learned queries are tables; what is left maps features to features.
-    tables = any(part in owner.name.rpartition(".")[2].lower() for part in TABLE_NAMES) or "embed" in kind.lower()
-    return tables or sum(side > 1 for side in parameter.shape) < 2 or parameter.shape[0] == 1
+    return _is_table(owner) or sum(side > 1 for side in parameter.shape) < 2 or parameter.shape[0] == 1
+
+
+def _role(owners: Sequence[_Owner], parameter: nn.Parameter, heads: set[str]) -> str:
+    """The group of a parameter that is not whitened. A head that is tied to an embedding is a head."""
+    embedding = any(isinstance(owner.module, (nn.Embedding, nn.EmbeddingBag)) for owner in owners)
+    tied = embedding and any(isinstance(owner.module, nn.Linear) for owner in owners)
+    if tied or (parameter.ndim >= 2 and any(owner.path in heads for owner in owners)):
+        return "head"
+    return "embeddings" if embedding or any(_is_table(owner) for owner in owners) else "other"
+
+
+def _is_table(owner: _Owner) -> bool:
+    """Whether a bare parameter is a table of vectors, by its name or its module's."""
+    if _is_layer(owner.module) or isinstance(owner.module, _NORMS):
+        return False
+    named = any(part in owner.name.rpartition(".")[2].lower() for part in TABLE_NAMES)
+    return named or "embed" in type(owner.module).__name__.lower()
 
 
 def _is_layer(module: nn.Module) -> bool:

@@ -25,7 +25,7 @@ from typing import Literal
 
 from torch import Tensor
 
-from splus.scaling import shape_scale
+from splus.scaling import StepScale, step_scale
 
 Oversized = Literal["blocks", "unrotated", "published"]
 Sides = Literal["both", "shorter"]
@@ -128,6 +128,7 @@ def matrix_layout(
     max_side: int,
     oversized: Oversized = "blocks",
     sides: Sides = "both",
+    scale_rule: StepScale = "shape",
 ) -> MatrixLayout:
     """Cut a parameter of ``shape`` (2 or more dimensions) into matrices.
 
@@ -139,6 +140,7 @@ def matrix_layout(
             that side); "published", which is what the authors' file does: unrotated from ``max_side`` on, and stepping
             by the elementwise scale beyond it.
         sides: "both" are rotated, or the "shorter" alone (the rows of a square).
+        scale_rule: how the step size follows from the sides, those of the whole matrix for its blocks.
 
     Raises:
         ValueError: the sections do not add up to the side, or cut columns that are several dimensions in one.
@@ -155,7 +157,8 @@ def matrix_layout(
     parts: list[Part] = []
     for run in runs:
         row_run, column_run = (run, Run(0, 1, columns)) if split_dim == 0 else (Run(0, 1, rows), run)
-        parts += _parts_of(row_run, column_run, max_side, oversized)
+        scale = step_scale(row_run.size, column_run.size, scale_rule)
+        parts += _parts_of(row_run, column_run, scale, max_side, oversized)
     if sides == "shorter":
         parts = [_shorter_side(part) for part in parts]
     return MatrixLayout(shape, stack, rows, columns, tuple(parts))
@@ -176,9 +179,8 @@ def section_sizes(side: int, split: Sections) -> tuple[int, ...]:
     return tuple(split)
 
 
-def _parts_of(rows: Run, columns: Run, max_side: int, oversized: Oversized) -> list[Part]:
+def _parts_of(rows: Run, columns: Run, scale: float, max_side: int, oversized: Oversized) -> list[Part]:
     """The parts of a grid of sections: itself, or its blocks."""
-    scale = shape_scale(rows.size, columns.size)
     if oversized == "blocks":
         return [
             Part(row_run, column_run, True, True, scale)

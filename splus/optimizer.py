@@ -18,6 +18,7 @@ from splus.matrices import Oversized, Sections, Sides
 from splus.metrics import group_metrics
 from splus.phases import refresh_bases, step_group
 from splus.precision import exact_arithmetic, state_dtype
+from splus.scaling import StepScale
 from splus.workspace import Workspace
 
 
@@ -51,10 +52,12 @@ class SPlus(Optimizer):
         betas: decays of the momentum and of the factors.
         eps: a rotated entry below ``eps`` times its matrix's Frobenius norm counts as zero, not as ±1.
         weight_decay: decoupled decay, on the scale of the step: W shrinks by lr · s · weight_decay.
+        scale_weight_decay: False leaves s out of that: W shrinks by lr · weight_decay, whatever its shape.
         ema_decay: decay ρ of the averaged weights. It sets a horizon of 1/(1-ρ) steps; 1 - 10/steps suits a run.
         precondition_frequency: steps between refreshes of a matrix's bases, once the early ones are over.
         max_preconditioner_dim: the longest side that is rotated whole.
-        elementwise_scale: step of the parameters that are not whitened, in units of lr.
+        step_scale: of a whitened m×n matrix, in units of lr: "shape", 2/(m+n); "fan_in", 1/n; "none", 1.
+        elementwise_scale: of the parameters that are not whitened.
         whiten: True, every parameter with two sides of 2 or more; "auto", those whose sides are all within
             ``max_preconditioner_dim``; "2d", every 2-D parameter and no others; False, none.
         split: sections of a fused matrix that are whitened apart: their number or a tuple of sizes along ``split_dim``
@@ -87,7 +90,7 @@ class SPlus(Optimizer):
     #   elementwise_scale      .01 1.459 .549        .02 1.461 .491 .389   .03 1.477 .479 .386
     #   precondition_frequency 5 1.443 .492          10 1.461 .491 .389
     #   eps, at β2 = .999      0 1.490 .519 .395     1e-6 1.498 .524 .393: no difference in loss. 3e-7 is above what
-    #                          rounding leaves in a null direction (1.3e-7) and below the weakest hundredth of signal
+    #                          rounding leaves in a null direction (1.5e-7) and below the weakest hundredth of signal
     #                          (3e-6) up to 768×3072: `python -m benchmarks.rounding`
     # From here on with diffusion at a rate of 0.4:
     #   refresh_growth         1.15 1.459 .481 .370  1.3 1.472 .493 .372  None 1.498 .496 .371
@@ -105,9 +108,11 @@ class SPlus(Optimizer):
         weight_decay: float = 1e-2,
         amsgrad: bool = False,
         *,
+        scale_weight_decay: bool = True,
         ema_decay: float = 0.999,
         precondition_frequency: int = 10,
         max_preconditioner_dim: int = 4096,
+        step_scale: StepScale = "shape",
         elementwise_scale: float = 0.02,
         whiten: bool | str = "auto",
         split: Sections | list[Sections] = None,
@@ -138,9 +143,11 @@ class SPlus(Optimizer):
             "betas": betas,
             "eps": eps,
             "weight_decay": weight_decay,
+            "scale_weight_decay": scale_weight_decay,
             "ema_decay": ema_decay,
             "precondition_frequency": precondition_frequency,
             "max_preconditioner_dim": max_preconditioner_dim,
+            "step_scale": step_scale,
             "elementwise_scale": elementwise_scale,
             "whiten": whiten,
             "split": split,

@@ -112,12 +112,13 @@ def _apply(
     steps: list[int],
 ) -> None:
     """Weights, averages and decay, in the order of the authors' file."""
-    scaled_lr = float(group["lr"]) * (group["elementwise_scale"] if scale is None else scale)
+    lr = float(group["lr"])
+    scaled_lr = lr * (group["elementwise_scale"] if scale is None else scale)
     torch._foreach_add_(weights, updates, alpha=-scaled_lr)
     update_averages(averages, weights, group["ema_decay"], steps)
     decay: float = group["weight_decay"]
     if decay:
-        torch._foreach_mul_(weights, 1 - scaled_lr * decay)
+        torch._foreach_mul_(weights, 1 - (scaled_lr if group["scale_weight_decay"] else lr) * decay)
 
 
 def refresh_bases(group: Group, books: GroupBooks, state: State, stepped: Collection[int]) -> None:

@@ -1,16 +1,21 @@
 """Step sizes: the scale a matrix's shape gives, and a first learning rate from one tuned for Adam."""
 
+from typing import Literal
+
+StepScale = Literal["shape", "fan_in", "none"]
+
 # Learning rate of SPlus over (Adam's learning rate times hidden size), arXiv 2506.07254v2, section 7.
 ADAM_CONVERSION = 2.0
 
 
-def shape_scale(m: int, n: int) -> float:
-    """The shape-aware scale 2 / (m + n) of an m×n matrix (arXiv 2506.07254, section 4.3).
+def step_scale(m: int, n: int, rule: StepScale = "shape") -> float:
+    """What multiplies the learning rate for an m×n matrix: by default 2 / (m + n) (arXiv 2506.07254, section 4.3).
 
     A whitened direction has root-mean-square entries of 1, so the scaled step has a Frobenius norm of
-    lr · 2√(mn) / (m + n), which no width changes while the aspect ratio stays.
+    lr · 2√(mn) / (m + n), which no width changes while the aspect ratio stays. "fan_in" is 1 / n, the other rule of
+    the paper's figure 7; "none" leaves learning rates in Adam's range, and their best value to depend on the width.
     """
-    return 2.0 / (m + n)
+    return {"shape": 2.0 / (m + n), "fan_in": 1.0 / n, "none": 1.0}[rule]
 
 
 def lr_from_adam(adam_lr: float, hidden_size: int) -> float:

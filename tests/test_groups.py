@@ -28,7 +28,12 @@ def offline(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def routing(model: nn.Module, **options: Any) -> dict[str, str]:
-    """The group of each parameter by its name."""
+    """Whether each parameter is whitened or takes the elementwise rule, by its name."""
+    return {name: WHITENED if role == WHITENED else ELEMENTWISE for name, role in roles(model, **options).items()}
+
+
+def roles(model: nn.Module, **options: Any) -> dict[str, str]:
+    """The name of each parameter's group by its own."""
     groups = param_groups(model, **options)
     return {name: group["name"] for group in groups for name in group["param_names"]}
 
@@ -272,10 +277,11 @@ def test_groups_hold_the_parameters_and_their_options(name: str) -> None:
     """Parameters are the model's, under their names; the whitened have decay and, in SPlus, bases, and no others do."""
     model = CASES[name].build()
     groups = param_groups(model, weight_decay=0.3)
-    assert [(group["name"], group["whiten"], group["weight_decay"]) for group in groups] == [
-        (WHITENED, True, 0.3),
-        (ELEMENTWISE, False, 0.0),
-    ]
+    names = [group["name"] for group in groups]
+    assert names == [name for name in (WHITENED, "embeddings", "head", "other") if name in names]
+    assert [(group["whiten"], group["weight_decay"]) for group in groups] == [(True, 0.3)] + [(False, 0.0)] * (
+        len(groups) - 1
+    )
     named = dict(model.named_parameters())
     for group in groups:
         assert all(named[name] is parameter for name, parameter in zip(group["param_names"], group["params"]))
@@ -308,7 +314,8 @@ def test_groups_work_with_other_optimizers(name: str) -> None:
     """torch.optim.AdamW takes the groups as they are, with their decays, and trains."""
     model, loss = CASES[name].build(), CASES[name].loss
     optimizer = torch.optim.AdamW(param_groups(model, weight_decay=0.3), lr=3e-3)
-    assert [group["weight_decay"] for group in optimizer.param_groups] == [0.3, 0.0]
+    decays = {group["name"]: group["weight_decay"] for group in optimizer.param_groups}
+    assert decays == dict.fromkeys(decays, 0.0) | {WHITENED: 0.3}
     before = loss(model).item()
     for _ in range(3):
         optimizer.zero_grad()
@@ -355,13 +362,17 @@ def test_tied_head_goes_with_its_embedding_whichever_comes_first() -> None:
             for name, module in [("decoder", decoder), ("embedding", embedding)][:: 1 if head_first else -1]:
                 self.add_module(name, module)
 
-    assert routing(Tied(head_first=True)) == {"decoder.weight": ELEMENTWISE}
-    assert routing(Tied(head_first=False)) == {"embedding.weight": ELEMENTWISE}
+    assert roles(Tied(head_first=True)) == {"decoder.weight": "head"}
+    assert roles(Tied(head_first=False)) == {"embedding.weight": "head"}
 
 
 def test_one_group_only() -> None:
     """A model of one kind of parameter has one group; SPlus takes it."""
-    for model, name in ((nn.Linear(3, 3, bias=False), WHITENED), (nn.LayerNorm(3), ELEMENTWISE)):
+    for model, name in (
+        (nn.Linear(3, 3, bias=False), WHITENED),
+        (nn.LayerNorm(3), "other"),
+        (nn.Embedding(3, 3), "embeddings"),
+    ):
         groups = param_groups(model)
         assert [group["name"] for group in groups] == [name]
         SPlus(groups)

@@ -129,11 +129,15 @@ def test_tied_head_is_the_token_embedding():
 def test_matrices_between_features_are_whitened_and_nothing_else(make):
     model = make()
     linear = {f"{name}.weight" for name, module in model.named_modules() if isinstance(module, nn.Linear)}
-    whitened, elementwise = param_groups(model, split=model.fused)
-    assert set(whitened["param_names"]) == linear - {"head.weight"}
-    assert {"gpt": "token.weight", "vit": "class_token", "dit": "label_embedding.weight"}[make.__name__] in (
-        elementwise["param_names"]
-    )
+    groups = {group["name"]: set(group["param_names"]) for group in param_groups(model, split=model.fused)}
+    assert groups["whitened"] == linear - {"head.weight"}
+    assert groups["head"] == {"head.weight"}
+    embeddings = {
+        "gpt": {"token.weight", "position.weight"},
+        "vit": {"class_token", "position"},
+        "dit": {"position", "label_embedding.weight"},
+    }
+    assert groups["embeddings"] == embeddings[make.__name__]
 
 
 def test_sizes_that_do_not_fit_are_refused_by_name():

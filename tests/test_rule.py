@@ -249,3 +249,34 @@ def test_nothing_moves_in_the_null_space(method: str) -> None:
 
     assert leak() < 1e-5
     assert leak(eps=0.0) > 0.5
+
+
+@pytest.mark.parametrize(("rule", "scale"), [("shape", 2 / 7), ("fan_in", 1 / 3), ("none", 1.0)])
+def test_step_scale_is_the_rule_asked_for(rule: str, scale: float) -> None:
+    """A whitened 4×3 matrix follows the reference with 2/(m+n), 1/n or 1; blocks have the scale of the whole."""
+    parameter = nn.Parameter(draws(1, 4, 3)[0])
+    optimizer = SPlus([parameter], lr=0.2, step_scale=rule)
+    reference = Reference(parameter, lr=0.2, scale=scale)
+    for G in draws(12, 4, 3):
+        drive(optimizer, [parameter], [[G]])
+        reference.step(G)
+    torch.testing.assert_close(parameter.detach(), reference.W, rtol=0, atol=1e-10)
+    G = draws(1, 4, 3, seed=3)[0]
+    blocks = nn.Parameter(torch.zeros(4, 3, dtype=DOUBLE))
+    drive(
+        SPlus([blocks], 0.2, weight_decay=0.0, step_scale=rule, whiten=True, max_preconditioner_dim=2), [blocks], [[G]]
+    )
+    torch.testing.assert_close(blocks.detach(), -0.2 * scale * G.sign(), rtol=1e-14, atol=0)
+
+
+@pytest.mark.parametrize("width", [64, 1024])
+def test_unscaled_weight_decay_does_not_follow_the_width(width: int) -> None:
+    """Under zero gradients W shrinks by lr · λ a step, or with the shape scale by that over the width of a square."""
+    for scaled, rate in ((False, 0.2 * 0.1), (True, 0.2 * 0.1 / width)):
+        parameters = [nn.Parameter(torch.ones(width, width)), nn.Parameter(torch.ones(5))]
+        groups: list[dict[str, Any]] = [{"params": parameters[:1]}, {"params": parameters[1:], "whiten": False}]
+        optimizer = SPlus(groups, lr=0.2, weight_decay=0.1, scale_weight_decay=scaled, elementwise_scale=0.03)
+        drive(optimizer, parameters, [[torch.zeros_like(parameter) for parameter in parameters]])
+        torch.testing.assert_close(parameters[0].detach(), torch.full((width, width), 1 - rate), rtol=1e-6, atol=0)
+        elementwise = 0.2 * 0.1 * (0.03 if scaled else 1)
+        torch.testing.assert_close(parameters[1].detach(), torch.full((5,), 1 - elementwise), rtol=1e-6, atol=0)

@@ -1,20 +1,97 @@
 """Optimizers from configuration, all with the same parameter groups."""
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, overload
 
-from omegaconf import DictConfig
+import torch
+from omegaconf import DictConfig, OmegaConf
 from torch import nn
-from torch.optim import Optimizer
+from torch.optim import AdamW, Muon, Optimizer
 
 from splus import param_groups
 from train.config import build
 
 
 def build_optimizer(config: DictConfig, model: nn.Module) -> Optimizer:
-    """The optimizer of ``config._target_`` on ``model``: weight matrices decay, all other parameters do not."""
+    """The optimizer of ``config._target_`` on ``model``: weight matrices decay, all other parameters do not.
+
+    ``config.groups`` has further options of the groups by their names, such as ``{"head": {"lr": 0.1}}``.
+
+    Raises:
+        ValueError: options for a group that the model does not have.
+    """
     groups = param_groups(model, weight_decay=config.weight_decay, split=getattr(model, "fused", None))
     settings: dict[str, Any] = {}
+    if "groups" in config:
+        add_options(groups, config.groups)
+        config = OmegaConf.masked_copy(config, [str(key) for key in config if key != "groups"])
     if "betas" in config:  # a list in YAML, a pair of floats for torch
         settings["betas"] = tuple(float(beta) for beta in config.betas)
     optimizer: Optimizer = build(config, groups, **settings)
     return optimizer
+
+
+def add_options(groups: list[dict[str, Any]], options: DictConfig) -> None:
+    """In place, give groups the options that stand under their names."""
+    named = {group["name"]: group for group in groups}
+    for name, of_group in ((str(key), value) for key, value in options.items()):
+        if name not in named:
+            raise ValueError(f"optimizer.groups.{name} is given; the groups of this model are {', '.join(named)}")
+        named[name].update(of_group)
+
+
+class MuonWithAdam(Optimizer):
+    """:class:`torch.optim.Muon` for the whitened matrices and :class:`torch.optim.AdamW` for all other parameters.
+
+    Fused projections are orthogonalised whole.
+
+    Args:
+        groups: of :func:`splus.param_groups`.
+        lr: of Muon.
+        weight_decay: of groups that have none of their own.
+        adam_lr: of AdamW, in units of ``lr``, so that one schedule and one sweep serve both.
+        adam_betas: of AdamW.
+        options: of Muon.
+    """
+
+    def __init__(
+        self,
+        groups: list[dict[str, Any]],
+        lr: float,
+        weight_decay: float,
+        adam_lr: float,
+        adam_betas: tuple[float, float],
+        **options: Any,
+    ) -> None:
+        self._muon_options, self._adam_betas = options, (adam_betas[0], adam_betas[1])
+        for group in groups:
+            group["lr"] = lr * (1 if group["name"] == "whitened" else adam_lr)
+        super().__init__(groups, {"weight_decay": weight_decay})
+        self._link()
+
+    def _link(self) -> None:
+        """Make the two optimizers anew on the groups and the state there are."""
+        muon = [group for group in self.param_groups if group["name"] == "whitened"]
+        adam = [group for group in self.param_groups if group["name"] != "whitened"]
+        self._parts: list[Optimizer] = [Muon(muon, **self._muon_options), AdamW(adam, betas=self._adam_betas)]
+        for part in self._parts:
+            part.state = self.state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict)
+        self._link()
+
+    @overload
+    def step(self, closure: None = None) -> None: ...
+
+    @overload
+    def step(self, closure: Callable[[], float]) -> float: ...
+
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for part in self._parts:
+            part.step()
+        return loss

@@ -1,0 +1,131 @@
+"""How far a learning rate that is tuned on a narrow network is from the best one of a wide network.
+
+    python -m benchmarks.lr_transfer preset=quick        (settings: conf/transfer/)
+
+For each objective and optimizer, the best learning rate at every width, its drift in octaves per doubling of the
+width, and what it costs to train a width with the rate that was best at the narrowest. Stop it whenever you like; the
+same command continues where it stopped, also when nothing is left but the runs.csv of the output directory.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import hydra
+from omegaconf import DictConfig, OmegaConf
+from rich.console import Console
+from rich.markup import escape
+
+from benchmarks.cells import ROOT, finished_earlier, made_by_other_code
+from benchmarks.ledger import Ledger
+from benchmarks.machine import usable_cores
+from benchmarks.progress import Progress, summary
+from benchmarks.sweep import DirectoryInUse, Outcomes, run_cells
+from benchmarks.transfer import Study, Transfer
+from benchmarks.transfer_table import results, terminal_tables, write_optima, write_slopes
+
+
+@hydra.main(config_path=str(ROOT / "conf" / "transfer"), config_name="lr_transfer", version_base="1.3")
+def main(config: DictConfig) -> None:
+    console = Console()
+    try:
+        sys.exit(measure(transfer_from(config), config, console))
+    except KeyboardInterrupt:
+        console.print("\nStopped. The same command continues from here.")
+        sys.exit(130)
+    except (ValueError, DirectoryInUse) as error:
+        console.print(f"[red]Error:[/] {escape(str(error))}", soft_wrap=True)
+        sys.exit(2)
+
+
+def transfer_from(config: DictConfig) -> Transfer:
+    """The sweeps that the configuration asks for.
+
+    Raises:
+        ValueError: a study of an optimizer that is not known, or without a width.
+    """
+    studies = []
+    for objective in config.objectives:
+        for name in config.studies[objective].optimizers:
+            if name not in config.known:
+                raise ValueError(f"optimizer {name} is unknown; known are {', '.join(map(str, config.known))}")
+            known, of = config.known[name], config.studies[objective]
+            if not of.widths:
+                raise ValueError(f"studies.{objective}.widths is empty; at least one width is required")
+            start = known.start if isinstance(known.start, (int, float)) else known.start[objective]
+            settings = (f"preset={config.training}", f"objective={objective}", *config.overrides, *known.settings)
+            studies.append(
+                Study(
+                    objective=objective,
+                    optimizer=str(name),
+                    settings=settings,
+                    knob=known.get("knob", "optimizer.lr"),
+                    start=float(start),
+                    widths=tuple(sorted(of.widths)),
+                    seeds=int(of.get("seeds", config.seeds)),
+                )
+            )
+    return Transfer(tuple(studies), config.rates)
+
+
+def measure(transfer: Transfer, config: DictConfig, console: Console) -> int:
+    """Runs the sweeps and writes CSVs, figure and report; the exit code, 1 if any run crashed."""
+    workers = usable_cores() if config.workers is None else config.workers
+    output = Path(config.output)
+    with Progress(console, workers, transfer.expected) as progress:
+        ledger = Ledger(output / "runs.csv", transfer.labels, progress)
+        earlier = finished_earlier(transfer.wanted, output / "cells", ledger.known)
+        announce(transfer, earlier, config.expected, workers, output, console)
+        outcomes = run_cells(
+            transfer.wanted,
+            output / "cells",
+            workers,
+            watcher=ledger,
+            fail_fast=config.fail_fast,
+            recorded=ledger.known,
+        )
+    return conclude(transfer, outcomes, config, workers, output, console)
+
+
+def announce(
+    transfer: Transfer, earlier: Outcomes, expected: str, workers: int, output: Path, console: Console
+) -> None:
+    """Says what is going to be run, how long it takes and how much of it is there already."""
+    console.print(
+        f"The best learning rate against width, for {len(transfer.studies)} pairs of objective and optimizer.\n"
+        f"Expected: {expected}; this machine runs {workers} at once.\n"
+        f"About {sum(transfer.expected(earlier).values())} training runs; {len(earlier)} are finished already.\n"
+        f"Results go to {output}. Stop at any time (Ctrl-C): the same command continues.",
+        highlight=False,
+        soft_wrap=True,
+    )
+    old = sum(made_by_other_code(outcome) for outcome in earlier.values())
+    if old:
+        console.print(
+            f"[yellow]{old} finished runs were made by another version of the code;[/] to repeat them, delete "
+            f"{output}/cells and their lines of {output}/runs.csv"
+        )
+
+
+def conclude(
+    transfer: Transfer, outcomes: Outcomes, config: DictConfig, workers: int, output: Path, console: Console
+) -> int:
+    """Writes the CSVs, the figure and the report, prints the tables; the exit code."""
+    from benchmarks.transfer_report import write_report  # workers import this module: they need no matplotlib
+
+    found = results(transfer, outcomes)
+    write_optima(found, output / "optima.csv")
+    write_slopes(found, output / "slopes.csv")
+    for table in terminal_tables(found):
+        console.print(table, "")
+    report = write_report(transfer, found, outcomes, output, workers, OmegaConf.to_yaml(config, resolve=True))
+    crashed = [(cell, outcome) for cell, outcome in outcomes.items() if outcome.status == "crashed"]
+    for cell, outcome in crashed:
+        console.print(f"[red]✗[/] {cell.name} {escape(summary(outcome))}", highlight=False, soft_wrap=True)
+    console.print(f"Report: {report.resolve()}", highlight=False, soft_wrap=True)
+    return 1 if crashed else 0
+
+
+if __name__ == "__main__":
+    main()

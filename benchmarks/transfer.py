@@ -1,0 +1,130 @@
+"""Which runs the sweep of learning rates over widths consists of.
+
+A study is an objective with an optimizer. At each width seed 0 searches the best rate, from the one of the width
+before; the further seeds are run around it. The rate that is best at the narrowest width is run at all of them.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from functools import partial
+
+from benchmarks import bracket, optima
+from benchmarks.cells import Cell
+from benchmarks.ledger import averaged_loss
+from benchmarks.optima import Optimum
+from benchmarks.sweep import Outcomes
+
+
+@dataclass(frozen=True)
+class Study:
+    """An objective with an optimizer, of which one setting is swept.
+
+    Args:
+        settings: of every run, as Hydra overrides.
+        knob: the setting that is swept.
+        start: its first value, at the narrowest width.
+    """
+
+    objective: str
+    optimizer: str
+    settings: tuple[str, ...]
+    knob: str
+    start: float
+    widths: tuple[int, ...]
+    seeds: int
+
+    def cell(self, width: int, index: int, seed: int) -> Cell:
+        settings = (*self.settings, f"model.width={width}", f"{self.knob}={optima.rate(index)}", f"seed={seed}")
+        name = f"{self.objective}-{self.optimizer}-width{width}-{optima.rate(index)}-seed{seed}"
+        return Cell(name, settings, group=f"{self.objective}/{self.optimizer}/{width}")
+
+    def loss(self, outcomes: Outcomes, width: int, seed: int, index: int) -> float | None:
+        """Of the averaged weights.
+
+        Raises:
+            KeyError: the run has not ended.
+        """
+        return averaged_loss(outcomes[self.cell(width, index, seed)])
+
+    def indices(self, outcomes: Outcomes, limit: int) -> dict[tuple[int, int], tuple[list[int], bool]]:
+        """By width and seed, the indices to try as far as is known, and whether that is all of them."""
+        found: dict[tuple[int, int], tuple[list[int], bool]] = {}
+        start = optima.nearest_index(self.start)
+        for width in self.widths:
+            tried, over = optima.search(start, limit, partial(self.loss, outcomes, width, 0))
+            found[width, 0] = tried, over
+            if not over:
+                break
+            centre = bracket.best({index: self.loss(outcomes, width, 0, index) for index in tried})
+            if centre is None:
+                break
+            start = centre
+            for seed in range(1, self.seeds):
+                found[width, seed] = optima.further_indices(centre, limit, partial(self.loss, outcomes, width, seed))
+        return found
+
+    def optima(self, outcomes: Outcomes, limit: int) -> dict[int, Optimum]:
+        """The best rate of every width whose runs have all ended."""
+        indices, found = self.indices(outcomes, limit), {}
+        for width in self.widths:
+            own = [indices.get((width, seed), ([], False)) for seed in range(self.seeds)]
+            if all(over for _, over in own):
+                losses = [
+                    {index: self.loss(outcomes, width, seed, index) for index in tried}
+                    for seed, (tried, _) in enumerate(own)
+                ]
+                best = optima.optimum(losses)
+                if best is not None:
+                    found[width] = best
+        return found
+
+    def transferred(self, found: dict[int, Optimum]) -> int | None:
+        """The index of the rate that is best at the narrowest width."""
+        first = found.get(self.widths[0])
+        return None if first is None else round(first.octaves * optima.PER_OCTAVE)
+
+    def wanted(self, outcomes: Outcomes, limit: int) -> list[Cell]:
+        """All cells wanted now, the search of the widest first."""
+        indices = self.indices(outcomes, limit)
+        cells = [self.cell(width, index, seed) for (width, seed), (tried, _) in indices.items() for index in tried]
+        transferred = self.transferred(self.optima(outcomes, limit))
+        if transferred is not None:
+            cells += [self.cell(width, transferred, seed) for width, seed in indices]
+        return cells
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """The studies of a sweep; ``limit``: the most rates of a search."""
+
+    studies: tuple[Study, ...]
+    limit: int
+
+    def wanted(self, outcomes: Outcomes) -> list[Cell]:
+        """All cells wanted now, wide networks first: they take longest."""
+        cells = [cell for study in self.studies for cell in study.wanted(outcomes, self.limit)]
+        return sorted(cells, key=lambda cell: -int(cell.group.rpartition("/")[2]))
+
+    def expected(self, outcomes: Outcomes) -> Counter[str]:
+        """How many cells each group will have, as far as one can tell: a search takes about 6, a further seed 3."""
+        counts = Counter(cell.group for cell in dict.fromkeys(self.wanted(outcomes)))
+        for study in self.studies:
+            for width in study.widths:
+                group = f"{study.objective}/{study.optimizer}/{width}"
+                counts[group] = max(counts[group], 6 + 3 * (study.seeds - 1))
+        return counts
+
+    def labels(self, cell: Cell) -> dict[str, object]:
+        """What the list of runs says of a cell."""
+        objective, optimizer, width = cell.group.split("/")
+        knob, _, value = cell.overrides[-2].partition("=")
+        return {
+            "objective": objective,
+            "optimizer": optimizer,
+            "width": width,
+            "setting": knob.lstrip("+"),
+            "value": value,
+            "seed": cell.config.seed,
+        }

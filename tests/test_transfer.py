@@ -1,0 +1,171 @@
+"""The sweep over widths: which runs it asks for, what it makes of them, and that it goes on where it was stopped."""
+
+import csv
+import math
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from runs import ROOT
+
+from benchmarks import optima
+from benchmarks.cells import Cell, Outcome
+from benchmarks.ledger import Ledger, averaged_loss, read
+from benchmarks.transfer import Study, Transfer
+from benchmarks.transfer_table import OPTIMA, SLOPES, results, write_optima, write_slopes
+
+WIDTHS = (32, 64, 128)
+
+
+def study(slope: float = 0.0, **options: object) -> Study:
+    given = {"objective": "language_modelling", "optimizer": "splus", "settings": ("preset=transfer",)}
+    given |= {"knob": "optimizer.lr", "start": 0.25, "widths": WIDTHS, "seeds": 2}
+    return Study(**given | options)  # type: ignore[arg-type]
+
+
+def loss_of(cell: Cell, slope: float) -> float:
+    """A parabola in log2(lr) whose minimum moves by ``slope`` a doubling from 0.25 at width 32, and less by width."""
+    width = cell.group.rpartition("/")[2]
+    lr, seed = (float(setting.partition("=")[2]) for setting in cell.overrides[-2:])
+    best = -2 + slope * math.log2(int(width) / 32)
+    return 2 - math.log2(int(width)) / 10 + 0.1 * (math.log2(lr) - best) ** 2 + seed / 100
+
+
+def outcome(cell: Cell, loss: float) -> Outcome:
+    final = {"live": {"loss": loss + 0.5}, "averaged": {"loss": loss}}
+    status = "finished" if math.isfinite(loss) else "diverged"
+    result = {"status": status, "step": 5, "seconds": 1.25, "final": final if status == "finished" else {}}
+    return Outcome(Path("nowhere") / cell.name, status, 1.25, result)
+
+
+def run_all(transfer: Transfer, slope: float, diverged_from: float = math.inf) -> dict[Cell, Outcome]:
+    outcomes: dict[Cell, Outcome] = {}
+    while new := [cell for cell in transfer.wanted(outcomes) if cell not in outcomes]:
+        for cell in new:
+            lr = float(cell.overrides[-2].partition("=")[2])
+            outcomes[cell] = outcome(cell, loss_of(cell, slope) if lr < diverged_from else math.inf)
+    return outcomes
+
+
+@pytest.mark.parametrize("slope", [0.0, -1.0, 0.5])
+def test_a_drift_is_found_and_its_cost(slope: float) -> None:
+    """Optima, slope and the loss at the narrowest width's rate are those of the curves that were run."""
+    transfer = Transfer((study(),), limit=12)
+    (result,) = results(transfer, run_all(transfer, slope))
+    assert list(result.optima) == list(WIDTHS)
+    for doubling, (width, best) in enumerate(result.optima.items()):
+        assert best.by_seed == pytest.approx([-2 + slope * doubling] * 2, abs=1e-3)  # rates have four digits
+        assert best.bracketed
+        off = 0.1 * (slope * doubling) ** 2
+        assert result.transfer[width] - best.loss == pytest.approx(off, abs=0.1 * 0.25**2 + 1e-3)
+    assert result.slope is not None
+    assert result.slope.value == pytest.approx(slope, abs=1e-3)
+
+
+def test_diverged_transfer_is_shown_as_such() -> None:
+    """Where the narrow rate diverges at a wide network, its cost is infinite; a diverged neighbour brackets."""
+    transfer = Transfer((study(),), limit=12)
+    outcomes = run_all(transfer, slope=-2.0)
+    for cell in outcomes:
+        lr, width = float(cell.overrides[-2].partition("=")[2]), int(cell.group.rpartition("/")[2])
+        if width == 128 and lr > 0.2:
+            outcomes[cell] = outcome(cell, math.inf)
+    (result,) = results(transfer, outcomes)
+    assert result.cost(128) == math.inf
+    assert result.optima[128].bracketed
+
+
+def test_an_optimum_at_the_edge_is_flagged(tmp_path: Path) -> None:
+    """A search that its limit ends is not bracketed, in the table as well."""
+    transfer = Transfer((study(start=64.0),), limit=4)
+    found = results(transfer, run_all(transfer, slope=0.0))
+    write_optima(found, tmp_path / "optima.csv")
+    rows = list(csv.DictReader((tmp_path / "optima.csv").open()))
+    assert rows[0]["bracketed"] == "false"
+
+
+def test_a_wider_network_is_searched_from_the_narrower_ones_best() -> None:
+    """With the optimum in its place three octaves away, only the narrowest width has to look for it."""
+    transfer = Transfer((study(start=0.25 / 8, seeds=1),), limit=12)
+    outcomes = run_all(transfer, slope=0.0)
+    counts = {width: sum(cell.group.endswith(f"/{width}") for cell in outcomes) for width in WIDTHS}
+    assert counts[32] > counts[64] == counts[128] == 5
+
+
+def test_csv_files_have_the_stated_columns(tmp_path: Path) -> None:
+    transfer = Transfer((study(), study(optimizer="adam", knob="optimizer.lr")), limit=12)
+    found = results(transfer, run_all(transfer, slope=-0.5))
+    write_optima(found, tmp_path / "optima.csv")
+    write_slopes(found, tmp_path / "slopes.csv")
+    with (tmp_path / "optima.csv").open() as file:
+        rows = list(csv.reader(file))
+    assert tuple(rows[0]) == OPTIMA
+    assert len(rows) == 1 + 2 * len(WIDTHS)
+    with (tmp_path / "slopes.csv").open() as file:
+        slopes = list(csv.DictReader(file))
+    assert tuple(slopes[0]) == SLOPES
+    assert [row["optimizer"] for row in slopes] == ["splus", "adam"]
+    assert float(slopes[0]["slope"]) == pytest.approx(-0.5, abs=1e-3)
+
+
+class Silent:
+    def ended(self, *_: object) -> None: ...
+    def update(self, *_: object) -> None: ...
+
+
+def test_a_ledger_stands_for_the_runs_it_lists(tmp_path: Path) -> None:
+    """Read back, it has the losses of every run that ended; one that crashed is not in it and will run again."""
+    transfer = Transfer((study(),), limit=12)
+    outcomes = run_all(transfer, slope=0.0, diverged_from=0.6)
+    cells = list(outcomes)
+    outcomes[cells[0]] = Outcome(Path("nowhere"), "crashed", 1.0, {}, "an error")
+    ledger = Ledger(tmp_path / "runs.csv", transfer.labels, Silent())
+    for cell in cells:
+        ledger.ended(cell, outcomes[cell], earlier=False)
+        ledger.ended(cell, outcomes[cell], earlier=True)
+    known = read(tmp_path / "runs.csv")
+    assert set(known) == {cell.hash for cell in cells[1:]}
+    for cell in cells[1:]:
+        again, loss = known[cell.hash], averaged_loss(outcomes[cell])
+        assert again.status == outcomes[cell].status
+        assert averaged_loss(again) == loss
+    with (tmp_path / "runs.csv").open() as file:
+        first = next(csv.DictReader(file))
+    assert first["setting"] == "optimizer.lr"
+    assert {first["width"], first["seed"]} <= {"32", "64", "128", "0", "1"}
+
+
+def test_rates_are_half_octaves() -> None:
+    cell = study().cell(64, optima.nearest_index(0.25), seed=3)
+    assert cell.overrides[-3:] == ("model.width=64", "optimizer.lr=0.25", "seed=3")
+
+
+SMALL = ["preset=smoke", "workers=2"]
+
+
+def sweep(output: Path, *settings: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "benchmarks.lr_transfer", *SMALL, f"output={output}", *settings]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+
+
+def test_the_command_runs_and_goes_on_from_its_runs_csv(tmp_path: Path) -> None:
+    """A second command with nothing but the list of runs has the same results and runs nothing."""
+    first = sweep(tmp_path / "a")
+    assert first.returncode == 0, first.stderr + first.stdout
+    names = {path.name for path in (tmp_path / "a").iterdir()}
+    assert names == {"runs.csv", "optima.csv", "slopes.csv", "report.html", "figures", "cells"}
+    (tmp_path / "b").mkdir()
+    runs = (tmp_path / "a" / "runs.csv").read_text()
+    (tmp_path / "b" / "runs.csv").write_text(runs)
+    second = sweep(tmp_path / "b")
+    assert second.returncode == 0, second.stderr
+    assert (tmp_path / "b" / "runs.csv").read_text() == runs
+    for name in ("optima.csv", "slopes.csv"):
+        assert (tmp_path / "b" / name).read_text() == (tmp_path / "a" / name).read_text()
+
+
+def test_an_unknown_optimizer_is_refused(tmp_path: Path) -> None:
+    done = sweep(tmp_path, "studies.language_modelling.optimizers=[sgdd]")
+    assert done.returncode == 2
+    assert "optimizer sgdd is unknown; known are splus" in done.stdout
