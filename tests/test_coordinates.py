@@ -27,6 +27,7 @@ class MLP(nn.Module):
         for layer in (self.inputs, self.first, self.second, self.outputs):
             nn.init.normal_(layer.weight, std=layer.in_features**-0.5 * width**alpha)
         self.inputs.weight.requires_grad_(False)
+        self.double()
 
     def forward(self, x: Tensor) -> Tensor:  # (B, 32)
         return self.outputs(self.second(self.first(self.inputs(x).sin()).tanh()).tanh())
@@ -37,21 +38,32 @@ def square(model: nn.Module, x: Tensor) -> Tensor:
 
 
 def batch() -> Tensor:
-    return torch.randn(256, 32, generator=torch.Generator().manual_seed(0))
+    return torch.randn(256, 32, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 
 
 def check(make: Callable[[nn.Module], Optimizer], **options: int) -> CoordinateCheck:
     return coordinate_check(MLP, batch(), WIDTHS, make, loss=square, **options)
 
 
-def test_a_step_that_follows_the_width_moves_hidden_layers_alike() -> None:
-    """SPlus with its shape scale passes; without it, as Adam with one rate, changes grow with the width."""
-    checked = check(lambda model: SPlus(param_groups(model), lr=0.1))
-    assert checked.hidden == {"first", "second"}
-    assert checked.failures(0.25) == {}
-    for make in (lambda m: SPlus(param_groups(m), 1e-3, step_scale="none"), lambda m: Adam(m.parameters(), 1e-3)):
-        failures = check(make).failures(0.25)
-        assert failures["second"][1] > 0.4
+def test_the_shape_scale_takes_a_power_of_the_width_off_the_changes() -> None:
+    """Of square layers, at rates so small that a change is linear in its rate: a slope of exactly 1 less than without."""
+
+    def changes(scale: str) -> dict[str, float]:
+        checked = check(lambda model: SPlus(param_groups(model), 1e-6, step_scale=scale), steps=2)
+        assert checked.hidden == {"first", "second"}
+        return {name: checked.slopes()[name][1] for name in checked.hidden}
+
+    scaled, unscaled = changes("shape"), changes("none")
+    for name in scaled:
+        assert unscaled[name] - scaled[name] == pytest.approx(1, abs=0.02)
+
+
+def test_failures_are_the_hidden_layers_beyond_the_tolerance() -> None:
+    """Adam with one rate for all widths fails; with its rate over the width the hidden layers move alike."""
+    failing = check(lambda model: Adam(model.parameters(), 1e-3))
+    assert set(failing.failures(0.5)) == {"first", "second"}
+    passing = check(lambda model: Adam(model.parameters(), 0.03 / model.first.in_features), steps=2)
+    assert passing.failures(0.4) == {}
 
 
 def test_activations_that_follow_the_width_are_seen_without_training() -> None:
