@@ -96,6 +96,8 @@ def check_group(group: Mapping[str, Any]) -> None:
     for name in ("precondition_frequency", "max_preconditioner_dim"):
         value = group[name]
         _require(isinstance(value, int) and value >= 1, name, value, "an integer of 1 or more")
+    if group["row_scale"] is not None:
+        _require(_number(group["row_scale"], "row_scale") >= 0, "row_scale", group["row_scale"], "0 or more, or None")
     growth = group["refresh_growth"]
     if growth is not None:
         _require(_number(growth, "refresh_growth") > 1, "refresh_growth", growth, "above 1, or None for no early ones")

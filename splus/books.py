@@ -149,17 +149,21 @@ def matrix_batches(books: GroupBooks, positions: Collection[int]) -> list[Batch]
 
 
 def elementwise_batches(books: GroupBooks, positions: Collection[int]) -> list[list[tuple[int, slice | None]]]:
-    """The parameters that are not whitened in batches of at most BATCH_LIMIT entries, large ones by slices of rows."""
+    """The parameters that are not whitened in batches of at most BATCH_LIMIT entries, large ones by slices of rows.
+
+    Those of a batch have rows of one length, so that one step size is theirs.
+    """
     batches: list[list[tuple[int, slice | None]]] = []
     room, kind = 0, None
     for position in books.elementwise:
         if position not in positions:
             continue
         parameter = books.parameters[position]
+        own = (parameter.dtype, parameter.device, parameter.shape[-1] if parameter.ndim > 1 else None)
         for rows, count in _row_slices(parameter):
-            if count > room or (parameter.dtype, parameter.device) != kind:
+            if count > room or own != kind:
                 batches.append([])
-                room, kind = BATCH_LIMIT, (parameter.dtype, parameter.device)
+                room, kind = BATCH_LIMIT, own
             batches[-1].append((position, rows))
             room -= count
     return batches

@@ -58,6 +58,8 @@ class SPlus(Optimizer):
         max_preconditioner_dim: the longest side that is rotated whole.
         step_scale: of a whitened m×n matrix, in units of lr: "shape", 2/(m+n); "fan_in", 1/n; "none", 1.
         elementwise_scale: of the parameters that are not whitened.
+        row_scale: of those of them with two or more dimensions, times the length of a row (the last dimension), such as
+            embeddings; None for ``elementwise_scale``.
         whiten: True, every parameter with two sides of 2 or more; "auto", those whose sides are all within
             ``max_preconditioner_dim``; "2d", every 2-D parameter and no others; False, none.
         split: sections of a fused matrix that are whitened apart: their number or a tuple of sizes along ``split_dim``
@@ -114,6 +116,7 @@ class SPlus(Optimizer):
         max_preconditioner_dim: int = 4096,
         step_scale: StepScale = "shape",
         elementwise_scale: float = 0.02,
+        row_scale: float | None = None,
         whiten: bool | str = "auto",
         split: Sections | list[Sections] = None,
         split_dim: int | list[int] = 0,
@@ -149,6 +152,7 @@ class SPlus(Optimizer):
             "max_preconditioner_dim": max_preconditioner_dim,
             "step_scale": step_scale,
             "elementwise_scale": elementwise_scale,
+            "row_scale": row_scale,
             "whiten": whiten,
             "split": split,
             "split_dim": split_dim,

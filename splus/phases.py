@@ -12,6 +12,7 @@ from splus.books import Batch, GroupBooks, elementwise_batches, matrix_batches
 from splus.eigenbasis import Method
 from splus.plan import Slot
 from splus.precision import full_precision
+from splus.scaling import elementwise_scale
 from splus.workspace import Workspace
 
 Group = Mapping[str, Any]
@@ -49,8 +50,11 @@ def _step_elementwise(
     rows: list[tuple[int, slice | None]],
     workspace: Workspace,
 ) -> None:
-    """Parameters that are not whitened move by lr · elementwise_scale · sign(M)."""
+    """Parameters that are not whitened move by lr · scale · sign(M)."""
     states = [state[books.parameters[position]] for position, _ in rows]
+    scale = elementwise_scale(
+        books.parameters[rows[0][0]].shape, group["elementwise_scale"], group["row_scale"]
+    )  # one for the batch
     momenta = [_rows(of["momentum"], chosen) for of, (_, chosen) in zip(states, rows)]
     updates = _like(momenta, workspace)
     torch._foreach_copy_(updates, [_rows(gradients[position], chosen) for position, chosen in rows])
@@ -61,7 +65,7 @@ def _step_elementwise(
     torch._foreach_sign_(updates)
     _apply(
         group,
-        None,
+        scale,
         [_rows(weights[position], chosen) for position, chosen in rows],
         [_rows(of["average"], chosen) for of, (_, chosen) in zip(states, rows)],
         updates,
@@ -100,12 +104,13 @@ def _step_matrices(
         averages += layout.places(of["average"], *where)
         updates += layout.fit_places(part, *where)
         steps += [of["step"]] * (len(updates) - len(steps))
-    _apply(group, plan.scale, targets, averages, updates, steps)
+    scale = group["elementwise_scale"] if plan.scale is None else plan.scale
+    _apply(group, scale, targets, averages, updates, steps)
 
 
 def _apply(
     group: Group,
-    scale: float | None,
+    scale: float,
     weights: list[Tensor],
     averages: list[Tensor],
     updates: list[Tensor],
@@ -113,7 +118,7 @@ def _apply(
 ) -> None:
     """Weights, averages and decay, in the order of the authors' file."""
     lr = float(group["lr"])
-    scaled_lr = lr * (group["elementwise_scale"] if scale is None else scale)
+    scaled_lr = lr * scale
     torch._foreach_add_(weights, updates, alpha=-scaled_lr)
     update_averages(averages, weights, group["ema_decay"], steps)
     decay: float = group["weight_decay"]

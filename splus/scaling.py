@@ -1,5 +1,6 @@
 """Step sizes: the scale a matrix's shape gives, and a first learning rate from one tuned for Adam."""
 
+from collections.abc import Sequence
 from typing import Literal
 
 StepScale = Literal["shape", "fan_in", "none"]
@@ -16,6 +17,14 @@ def step_scale(m: int, n: int, rule: StepScale = "shape") -> float:
     the paper's figure 7; "none" leaves learning rates in Adam's range, and their best value to depend on the width.
     """
     return {"shape": 2.0 / (m + n), "fan_in": 1.0 / n, "none": 1.0}[rule]
+
+
+def elementwise_scale(shape: Sequence[int], constant: float, row_scale: float | None) -> float:
+    """What multiplies the learning rate for a parameter that is not whitened: ``row_scale`` / n for rows of n entries.
+
+    Without a ``row_scale``, and for vectors and scalars, it is the ``constant``.
+    """
+    return constant if row_scale is None or len(shape) < 2 else row_scale / shape[-1]
 
 
 def lr_from_adam(adam_lr: float, hidden_size: int) -> float:

@@ -24,7 +24,9 @@ def build_optimizer(config: DictConfig, model: nn.Module) -> Optimizer:
     settings: dict[str, Any] = {}
     if "groups" in config:
         add_options(groups, config.groups)
-        config = OmegaConf.masked_copy(config, [str(key) for key in config if key != "groups"])
+        settings_given = OmegaConf.to_container(config, resolve=True)
+        assert isinstance(settings_given, dict)
+        config = OmegaConf.create({key: value for key, value in settings_given.items() if key != "groups"})
     if "betas" in config:  # a list in YAML, a pair of floats for torch
         settings["betas"] = tuple(float(beta) for beta in config.betas)
     optimizer: Optimizer = build(config, groups, **settings)
