@@ -19,6 +19,7 @@ PAPER: Mapping[str, Any] = MappingProxyType(
         "precondition_frequency": 100,
         "max_preconditioner_dim": 10_000,
         "elementwise_scale": 1e-3,
+        "step_norm": "frobenius",
         "whiten": "2d",
         "oversized": "published",
         "refresh_method": "eigh",
@@ -28,12 +29,13 @@ PAPER: Mapping[str, Any] = MappingProxyType(
 )
 
 # What decides the shapes of the state. A loaded state dict must agree on these; it brings all the others.
-STRUCTURAL = ("max_preconditioner_dim", "whiten", "split", "split_dim", "stacked", "oversized", "sides", "step_scale")
+STRUCTURAL = ("max_preconditioner_dim", "whiten", "split", "split_dim", "stacked", "oversized", "sides", "step_scale", "step_norm")
 
 _CHOICES: dict[str, tuple[object, ...]] = {
     "whiten": (True, False, "auto", "2d"),
     "oversized": ("blocks", "unrotated", "published"),
     "sides": ("both", "shorter"),
+    "step_norm": ("spectral", "frobenius"),
     "step_scale": ("shape", "fan_in", "none"),
     "matmul_dtype": (None, torch.bfloat16, torch.float16, torch.float32, torch.float64),
     "refresh_method": ("qr", "eigh"),

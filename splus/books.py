@@ -55,7 +55,9 @@ class GroupBooks:
         self.elementwise = [position for position in self.parameters if position not in self.layouts]
         dtypes = {position: state_dtype(self.parameters[position].dtype) for position in self.layouts}
         devices = {position: self.parameters[position].device for position in self.layouts}
-        self.buckets = [Bucket(plan, group["matmul_dtype"]) for plan in plan_buckets(self.layouts, dtypes, devices)]
+        spectral = group["step_norm"] == "spectral"
+        plans = plan_buckets(self.layouts, dtypes, devices)
+        self.buckets = [Bucket(plan, group["matmul_dtype"], spectral) for plan in plans]
         self.kinds = {position: (p.dtype, p.device) for position, p in self.parameters.items()}
         self._refreshes: tuple[tuple[Any, ...], RefreshSchedule, dict[int, int]] | None = None
         self.gradient_faults = Faults(GRADIENT_FAULT_LIMIT)

@@ -9,7 +9,7 @@ from torch import Tensor
 from splus.eigenbasis import Method, refreshed_basis
 from splus.matrices import MatrixLayout
 from splus.plan import BucketPlan, Slot
-from splus.update import accumulate_factors, whitened_direction
+from splus.update import accumulate_factors, spectral_factor, start_vector, whitened_direction
 from splus.workspace import Workspace
 
 # Entries of factors that are decomposed together. Solvers take one matrix at a time beyond small sizes, and hold
@@ -22,9 +22,10 @@ class Bucket:
 
     Args:
         matmul_dtype: of the bases and the products with them; None for that of the rest of the state.
+        spectral: whether directions are normalized by their spectral norms, from singular vectors (B, n).
     """
 
-    def __init__(self, plan: BucketPlan, matmul_dtype: torch.dtype | None = None) -> None:
+    def __init__(self, plan: BucketPlan, matmul_dtype: torch.dtype | None = None, spectral: bool = False) -> None:
         self.plan = plan
         self.rotation_dtype = matmul_dtype or plan.dtype
         self.stacks: dict[str, Tensor] = {
@@ -36,6 +37,10 @@ class Bucket:
                 self.stacks[f"factor_{side}"] = torch.zeros(shape, dtype=plan.dtype, device=plan.device)
                 eye = torch.eye(length, dtype=self.rotation_dtype, device=plan.device)
                 self.stacks[f"basis_{side}"] = eye.expand(shape).clone(memory_format=torch.contiguous_format)
+
+        if spectral and plan.scale is not None:
+            v = start_vector(plan.n).to(plan.device, plan.dtype)
+            self.stacks["singular_vector"] = v.expand(plan.size, -1).clone(memory_format=torch.contiguous_format)
 
     def views(self, slot: Slot, layout: MatrixLayout) -> dict[str, Tensor]:
         """The state of one parameter's matrices, by name, as views into the stacks.
@@ -57,10 +62,16 @@ class Bucket:
         accumulate_factors(G, self._run("factor_left", run), self._run("factor_right", run), betas[1])
 
     def direction(self, run: slice, eps: float, workspace: Workspace) -> Tensor:
-        """The directions U (b, m, n) of a run of the matrices, in the workspace."""
+        """The directions U (b, m, n) of a run of the matrices, in the workspace, normalized if they are to be."""
         M = self.stacks["momentum"][run]
         scratch = workspace.pair(M.shape, self.rotation_dtype if self._rotates else M.dtype, M.device)
-        return whitened_direction(M, self._run("basis_left", run), self._run("basis_right", run), eps, scratch)
+        U = whitened_direction(M, self._run("basis_left", run), self._run("basis_right", run), eps, scratch)
+        v = self._run("singular_vector", run)
+        if v is not None:
+            factor, after = spectral_factor(U, v)
+            U.mul_(factor)
+            v.copy_(after)
+        return U
 
     def refresh(self, due: list[int], method: Method) -> set[int]:
         """Renew the bases of the matrices at the positions ``due``; return the positions that kept an old one."""

@@ -11,7 +11,7 @@ from splus.books import GroupBooks
 from splus.eigenbasis import basis_drift, orthogonality_error
 from splus.precision import exact_arithmetic
 from splus.scaling import elementwise_scale
-from splus.update import whitened_direction
+from splus.update import spectral_factor, whitened_direction
 
 
 @torch.no_grad()
@@ -31,6 +31,8 @@ def group_metrics(
             stacks, scale = bucket.stacks, bucket.plan.scale
             M = stacks["momentum"]
             U = whitened_direction(M, stacks.get("basis_left"), stacks.get("basis_right"), group["eps"])
+            if "singular_vector" in stacks:
+                U = U * spectral_factor(U, stacks["singular_vector"])[0]
             squares += float(U.square().sum()) * (lr * (constant if scale is None else scale)) ** 2
             entries += U.numel()
             for side in ("left", "right"):

@@ -18,7 +18,7 @@ from splus.matrices import Oversized, Sections, Sides
 from splus.metrics import group_metrics
 from splus.phases import refresh_bases, step_group
 from splus.precision import exact_arithmetic, state_dtype
-from splus.scaling import StepScale
+from splus.scaling import StepNorm, StepScale
 from splus.workspace import Workspace
 
 
@@ -56,6 +56,8 @@ class SPlus(Optimizer):
         ema_decay: decay ρ of the averaged weights. It sets a horizon of 1/(1-ρ) steps; 1 - 10/steps suits a run.
         precondition_frequency: steps between refreshes of a matrix's bases, once the early ones are over.
         max_preconditioner_dim: the longest side that is rotated whole.
+        step_norm: which norm of a whitened direction is fixed, so that ``lr`` sets that of the step: "spectral", √(mn)/4,
+            with an estimate from one power iteration a step; "frobenius", √(mn), which is what the signs have.
         step_scale: of a whitened m×n matrix, in units of lr: "shape", 2/(m+n); "fan_in", 1/n; "none", 1.
         elementwise_scale: of the parameters that are not whitened.
         row_scale: of those of them with two or more dimensions, times the length of a row (the last dimension), such as
@@ -114,6 +116,7 @@ class SPlus(Optimizer):
         ema_decay: float = 0.999,
         precondition_frequency: int = 10,
         max_preconditioner_dim: int = 4096,
+        step_norm: StepNorm = "spectral",
         step_scale: StepScale = "shape",
         elementwise_scale: float = 0.02,
         row_scale: float | None = None,
@@ -150,6 +153,7 @@ class SPlus(Optimizer):
             "ema_decay": ema_decay,
             "precondition_frequency": precondition_frequency,
             "max_preconditioner_dim": max_preconditioner_dim,
+            "step_norm": step_norm,
             "step_scale": step_scale,
             "elementwise_scale": elementwise_scale,
             "row_scale": row_scale,

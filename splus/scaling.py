@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import Literal
 
+StepNorm = Literal["spectral", "frobenius"]
 StepScale = Literal["shape", "fan_in", "none"]
 
 # Learning rate of SPlus over (Adam's learning rate times hidden size), arXiv 2506.07254v2, section 7.

@@ -4,6 +4,7 @@ Shapes: gradient G, momentum M and direction U are (B, m, n); the Kronecker fact
 eigenbases Q_L (B, m, m) and Q_R (B, n, n), eigenvectors in columns. A side without a basis has None in their place.
 """
 
+import math
 from itertools import pairwise
 
 import torch
@@ -15,6 +16,11 @@ Scratch = tuple[Tensor, Tensor]
 # the whole at 384, 0.7 at 768 and 0.9 at 1536 (fp32); more strips or fewer were no better.
 MIRRORED_FROM = 768
 STRIPS = 4
+
+# The stable rank ‖U‖²_F / ‖U‖²_2 of a direction whose length the spectral normalization leaves as it is. Directions
+# had 1 to 39 within 100 steps, growing with the steps and with the width: python -m benchmarks.update_spectrum. What
+# is chosen here only sets the scale of learning rates.
+STABLE_RANK = 16
 
 
 def rotate(M: Tensor, Q_L: Tensor | None, Q_R: Tensor | None, scratch: Scratch | None = None) -> Tensor:
@@ -67,6 +73,31 @@ def whitened_direction(
     X = rotate(M if M.dtype == dtype else scratch[0].copy_(M), Q_L, Q_R, scratch)
     X = scratch[0].copy_(M) if X is M else X
     return rotate_back(sign_above_noise(X, eps), Q_L, Q_R, scratch)
+
+
+def start_vector(n: int) -> Tensor:
+    """Where the power iteration of a matrix with n columns begins: any unit vector (n,) without structure."""
+    v = torch.arange(1, n + 1, dtype=torch.float64).square().cos()
+    return v / v.norm()
+
+
+def spectral_factor(U: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """What gives U (B, m, n) a spectral norm of √(mn) / 4, and its right singular vector: (B, 1, 1) and (B, n).
+
+    By one power iteration from v (B, n), a unit vector, which estimates the norm from below. 1 and v where U is zero.
+    """
+    image = U @ v.to(U.dtype).unsqueeze(-1)  # (B, m, 1)
+    image = image / _norm(image)
+    back = U.mT @ image.to(U.dtype)  # (B, n, 1)
+    norm = _norm(back)
+    size = math.sqrt(U.shape[-2] * U.shape[-1] / STABLE_RANK)
+    moved = norm.isfinite() & (norm > torch.finfo(norm.dtype).tiny)
+    return torch.where(moved, size / norm, 1.0), torch.where(moved, back / norm, v.unsqueeze(-1)).squeeze(-1).to(v.dtype)
+
+
+def _norm(x: Tensor) -> Tensor:
+    """Of columns (B, m, 1): (B, 1, 1), in full precision."""
+    return torch.linalg.vector_norm(x, dim=1, keepdim=True, dtype=torch.promote_types(x.dtype, torch.float32))
 
 
 def accumulate_factors(G: Tensor, L: Tensor | None, R: Tensor | None, beta2: float) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor
 class Reference:
     """One matrix stepped by the rule, or with ``whitened=False`` one parameter of any shape by the elementwise rule.
 
-    ``scale`` replaces 2/(m+n). ``left`` and ``right`` say which sides are rotated.
+    ``scale`` replaces 2/(m+n), ``step_norm="frobenius"`` leaves out the spectral normalization. ``left`` and ``right`` say which sides are rotated.
     """
 
     def __init__(
@@ -31,6 +31,7 @@ class Reference:
         turn: int = 0,
         spread: bool = True,
         scale: float | None = None,
+        step_norm: str = "spectral",
         whitened: bool = True,
         left: bool = True,
         right: bool = True,
@@ -47,6 +48,8 @@ class Reference:
             self.L, self.R = torch.zeros(m, m, dtype=torch.float64), torch.zeros(n, n, dtype=torch.float64)
             self.Q_L, self.Q_R = torch.eye(m, dtype=torch.float64), torch.eye(n, dtype=torch.float64)
             scale = 2 / (m + n) if scale is None else scale
+            self.v = torch.arange(1, n + 1, dtype=torch.float64).square().cos()
+            self.spectral = step_norm == "spectral"
         self.s = 0.02 if scale is None else scale
 
     def step(self, gradient: Tensor) -> None:
@@ -54,6 +57,12 @@ class Reference:
         self.t += 1
         self.M = self.beta1 * self.M + (1 - self.beta1) * G
         U = self.direction() if self.whitened else self.M.sign()
+        if self.whitened and self.spectral and bool((U != 0).any()):
+            u = U @ self.v
+            self.v = U.T @ (u / u.norm())
+            sigma = self.v.norm()
+            self.v = self.v / sigma
+            U = U * math.sqrt(U.numel()) / 4 / sigma
         self.W = self.W - self.lr * self.s * U
         self.A = self.rho * self.A + (1 - self.rho) * self.W
         self.W = self.W * (1 - self.lr * self.s * self.decay)
