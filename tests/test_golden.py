@@ -91,6 +91,7 @@ def test_the_reference_follows_the_authors_too(case: str) -> None:
         refresh_growth=None,
         refresh_method="eigh",
         spread=False,
+        step_norm="frobenius",
         whitened=initial.ndim == 2,
         scale=1e-3 if case in ("one_sided", "vector") else None,
         left=sides[0],

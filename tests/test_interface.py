@@ -203,6 +203,10 @@ PER_GROUP: dict[str, tuple[Any, Any]] = {
     "oversized": ("blocks", "unrotated"),
     "sides": ("both", "shorter"),
     "matmul_dtype": (None, torch.float32),
+    "row_scale": (None, 2.0),
+    "scale_weight_decay": (True, False),
+    "step_norm": ("spectral", "frobenius"),
+    "step_scale": ("shape", "none"),
     "refresh_method": ("qr", "eigh"),
     "refresh_growth": (None, 1.3),
     "spread_refreshes": (True, False),
@@ -330,7 +334,7 @@ def test_scheduler(name: str) -> None:
     With gradients of full rank and no threshold, a step has the size lr times a constant of the shape exactly.
     """
     parameters = parameters_of((5, 4), (4, 4), (3, 2, 2, 2), (6,), ())
-    optimizer = SPlus(parameters, lr=0.1, eps=0.0, weight_decay=0.0)
+    optimizer = SPlus(parameters, lr=0.1, eps=0.0, weight_decay=0.0, step_norm="frobenius")
     adam = torch.optim.Adam(parameters_of(), lr=0.1)
     pair = SCHEDULERS[name](optimizer), SCHEDULERS[name](adam)
     rates, sizes = [], []

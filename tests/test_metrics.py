@@ -106,7 +106,7 @@ def test_update_rms_of_split_and_stacked_parameters() -> None:
 
 def test_update_rms_of_one_whitened_matrix_is_its_scale() -> None:
     """‖U‖_F = √(mn), so it is lr · 2/(m+n), exactly what the paper's scale says."""
-    optimizer, _ = trained(((6, 4),), lr=0.3)
+    optimizer, _ = trained(((6, 4),), lr=0.3, step_norm="frobenius")
     assert optimizer.metrics()[0]["update_rms"] == pytest.approx(0.3 * 2 / (6 + 4), rel=1e-12)
 
 
@@ -240,6 +240,7 @@ def test_groups_count_apart() -> None:
     optimizer = SPlus(
         [{"params": matrices, "lr": 0.3}, {"params": vectors, "whiten": False, "lr": 0.2, "elementwise_scale": 0.1}],
         **EVERY_STEP_IN_FULL,
+        step_norm="frobenius",
     )
     train(optimizer, [*matrices, *vectors])
     of_matrices, of_vectors = optimizer.metrics()

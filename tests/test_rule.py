@@ -8,7 +8,15 @@ from reference import Reference, draws, drive
 from torch import Tensor, nn
 
 from splus import PAPER, SPlus
-from splus.update import accumulate_factors, rotate, rotate_back, sign_above_noise, whitened_direction
+from splus.update import (
+    accumulate_factors,
+    rotate,
+    rotate_back,
+    sign_above_noise,
+    spectral_factor,
+    start_vector,
+    whitened_direction,
+)
 
 DOUBLE = torch.float64
 
@@ -132,9 +140,9 @@ def test_inner_product_with_momentum_is_the_rotated_l1_norm() -> None:
 @pytest.mark.parametrize("shape", [(6, 6), (7, 4), (3, 8)])
 def test_transposition_gives_transposed_updates(shape: tuple[int, int]) -> None:
     """The trajectory of Wᵀ under Gᵀ is the transpose of that of W under G."""
-    gradients = draws(40, *shape)
-    transposed = moves(shape[::-1], gradients.mT)
-    torch.testing.assert_close(transposed, moves(shape, gradients).mT, rtol=0, atol=1e-11)
+    gradients, settings = draws(40, *shape), {"step_norm": "frobenius"}  # an estimated norm is that of one side
+    transposed = moves(shape[::-1], gradients.mT, **settings)
+    torch.testing.assert_close(transposed, moves(shape, gradients, **settings).mT, rtol=0, atol=1e-11)
 
 
 def test_orthogonal_change_of_basis_carries_over() -> None:
@@ -160,9 +168,9 @@ def test_gradient_scale_does_not_matter(dtype: torch.dtype, power: int, method: 
 
 @pytest.mark.parametrize("shape", [(6, 6), (7, 4), (3, 8)])
 def test_size_of_a_step(shape: tuple[int, int]) -> None:
-    """Every step has Frobenius norm lr · 2√(mn)/(m+n), and no spectral norm above it."""
+    """Without spectral normalization the Frobenius norm is lr · 2√(mn)/(m+n), and no spectral norm above it."""
     m, n = shape
-    weights = moves(shape, draws(30, m, n), full_rank=False, eps=0.0, lr=0.3)
+    weights = moves(shape, draws(30, m, n), full_rank=False, eps=0.0, lr=0.3, step_norm="frobenius")
     steps = weights.diff(dim=0, prepend=torch.zeros(1, m, n, dtype=DOUBLE))
     size = 0.3 * 2 * (m * n) ** 0.5 / (m + n)
     frobenius, spectral = torch.linalg.matrix_norm(steps), torch.linalg.matrix_norm(steps, 2)
@@ -171,9 +179,43 @@ def test_size_of_a_step(shape: tuple[int, int]) -> None:
 
 
 def test_first_step_is_a_scaled_sign() -> None:
-    """Step 1 is taken in the identity basis: lr · 2/(m+n) · sign(G), exactly."""
+    """Step 1 is taken in the identity basis: lr · 2/(m+n) · sign(G), exactly; normalized, a multiple of it."""
     G = draws(1, 3, 5)
-    assert torch.equal(moves((3, 5), G, full_rank=False, lr=0.3)[0], -0.3 * (2 / 8 * G[0].sign()))
+    first = moves((3, 5), G, full_rank=False, lr=0.3, step_norm="frobenius")[0]
+    assert torch.equal(first, -0.3 * (2 / 8 * G[0].sign()))
+    normalized = moves((3, 5), G, full_rank=False, lr=0.3)[0]
+    torch.testing.assert_close(normalized / normalized[0, 0], first / first[0, 0], rtol=1e-14, atol=0)
+
+
+@pytest.mark.parametrize("shape", [(6, 6), (7, 4), (3, 8)])
+def test_spectral_norm_of_a_step(shape: tuple[int, int]) -> None:
+    """It is lr · 2√(mn)/(m+n) / 4 where the direction stays the same, whatever the direction's rank."""
+    m, n = shape
+    left, right = draws(1, m, 2)[0], draws(1, 2, n, seed=1)[0]
+    for G in (draws(1, *shape)[0], left @ right, left[:, :1] @ right[:1]):
+        weights = moves(shape, G.expand(60, -1, -1), lr=0.3, precondition_frequency=10**6, refresh_growth=None)
+        last = weights[-1] - weights[-2]
+        expected = torch.tensor(0.3 * 2 * (m * n) ** 0.5 / (m + n) / 4, dtype=DOUBLE)
+        torch.testing.assert_close(torch.linalg.matrix_norm(last, 2), expected, rtol=1e-6, atol=0)
+
+
+def test_spectral_factor_is_one_power_iteration() -> None:
+    """Matrix by matrix: the norm of Uᵀ times the unit vector along U v; a zero direction keeps its vector."""
+    U, v = draws(3, 4, 6), torch.nn.functional.normalize(draws(3, 6, seed=1), dim=1)
+    U[1] = 0
+    factors, after = spectral_factor(U, v)
+    assert factors.shape == (3, 1, 1)
+    for b in (0, 2):
+        image = U[b] @ v[b]
+        back = U[b].T @ (image / image.norm())
+        torch.testing.assert_close(factors[b].item(), 24**0.5 / 4 / back.norm().item(), rtol=1e-12, atol=0)
+        torch.testing.assert_close(after[b], back / back.norm(), rtol=0, atol=1e-14)
+    assert factors[1].item() == 1
+    assert torch.equal(after[1], v[1])
+    for _ in range(300):
+        factors, v = spectral_factor(U, v)
+    torch.testing.assert_close(factors[0].item(), 24**0.5 / 4 / torch.linalg.matrix_norm(U[0], 2).item())
+    assert start_vector(7).norm().item() == pytest.approx(1)
 
 
 def test_elementwise_parameters_move_by_their_constant() -> None:
@@ -263,9 +305,8 @@ def test_step_scale_is_the_rule_asked_for(rule: str, scale: float) -> None:
     torch.testing.assert_close(parameter.detach(), reference.W, rtol=0, atol=1e-10)
     G = draws(1, 4, 3, seed=3)[0]
     blocks = nn.Parameter(torch.zeros(4, 3, dtype=DOUBLE))
-    drive(
-        SPlus([blocks], 0.2, weight_decay=0.0, step_scale=rule, whiten=True, max_preconditioner_dim=2), [blocks], [[G]]
-    )
+    settings: dict[str, Any] = {"weight_decay": 0.0, "step_scale": rule, "step_norm": "frobenius"}
+    drive(SPlus([blocks], 0.2, whiten=True, max_preconditioner_dim=2, **settings), [blocks], [[G]])
     torch.testing.assert_close(blocks.detach(), -0.2 * scale * G.sign(), rtol=1e-14, atol=0)
 
 

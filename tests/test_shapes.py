@@ -154,7 +154,7 @@ def test_sides_left_unrotated(shape: tuple[int, int], oversized: str, left: bool
     assert ("factor_right" in state, "basis_right" in state) == (right, right)
     reference = Reference(
         parameter, 0.3, (0.9, 0.999), eps=0.0, weight_decay=2.0, precondition_frequency=5, refresh_growth=None,
-        refresh_method="eigh", spread=False, left=left, right=right, scale=scale,
+        refresh_method="eigh", spread=False, left=left, right=right, scale=scale, step_norm="frobenius",
     )  # fmt: skip
     if shape == (8, 5) and left:
         # The only case whose longer side is rotated: give it one right basis from the start.
@@ -189,7 +189,7 @@ def test_sides_left_unrotated(shape: tuple[int, int], oversized: str, left: bool
 def test_which_shapes_are_whitened(whiten: bool | str, shape: tuple[int, ...], whitened: bool) -> None:
     """Each value of ``whiten`` takes the shapes it says; the limit on a side is 8."""
     parameter = nn.Parameter(torch.zeros(shape))
-    options: dict[str, Any] = {"max_preconditioner_dim": 8, "elementwise_scale": 1e-3}
+    options: dict[str, Any] = {"max_preconditioner_dim": 8, "elementwise_scale": 1e-3, "step_norm": "frobenius"}
     optimizer = SPlus([parameter], lr=0.5, whiten=whiten, weight_decay=0.0, **options)
     drive(optimizer, [parameter], [[torch.ones(shape)]])
     scale = 2 / (shape[0] + parameter[0].numel()) if whitened else 1e-3
