@@ -29,7 +29,17 @@ PAPER: Mapping[str, Any] = MappingProxyType(
 )
 
 # What decides the shapes of the state. A loaded state dict must agree on these; it brings all the others.
-STRUCTURAL = ("max_preconditioner_dim", "whiten", "split", "split_dim", "stacked", "oversized", "sides", "step_scale", "step_norm")
+STRUCTURAL = (
+    "max_preconditioner_dim",
+    "whiten",
+    "split",
+    "split_dim",
+    "stacked",
+    "oversized",
+    "sides",
+    "step_scale",
+    "step_norm",
+)
 
 _CHOICES: dict[str, tuple[object, ...]] = {
     "whiten": (True, False, "auto", "2d"),

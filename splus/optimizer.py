@@ -56,8 +56,8 @@ class SPlus(Optimizer):
         ema_decay: decay ρ of the averaged weights. It sets a horizon of 1/(1-ρ) steps; 1 - 10/steps suits a run.
         precondition_frequency: steps between refreshes of a matrix's bases, once the early ones are over.
         max_preconditioner_dim: the longest side that is rotated whole.
-        step_norm: which norm of a whitened direction is fixed, so that ``lr`` sets that of the step: "spectral", √(mn)/4,
-            with an estimate from one power iteration a step; "frobenius", √(mn), which is what the signs have.
+        step_norm: the norm of a whitened direction that is always the same: "spectral", √(mn)/4, as one power iteration
+            a step estimates it; "frobenius", √(mn), which is what signs have (the published rule).
         step_scale: of a whitened m×n matrix, in units of lr: "shape", 2/(m+n); "fan_in", 1/n; "none", 1.
         elementwise_scale: of the parameters that are not whitened.
         row_scale: of those of them with two or more dimensions, times the length of a row (the last dimension), such as

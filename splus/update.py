@@ -92,7 +92,9 @@ def spectral_factor(U: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     norm = _norm(back)
     size = math.sqrt(U.shape[-2] * U.shape[-1] / STABLE_RANK)
     moved = norm.isfinite() & (norm > torch.finfo(norm.dtype).tiny)
-    return torch.where(moved, size / norm, 1.0), torch.where(moved, back / norm, v.unsqueeze(-1)).squeeze(-1).to(v.dtype)
+    return torch.where(moved, size / norm, 1.0), torch.where(moved, back / norm, v.unsqueeze(-1)).squeeze(-1).to(
+        v.dtype
+    )
 
 
 def _norm(x: Tensor) -> Tensor:

@@ -14,7 +14,8 @@ from torch import Tensor
 class Reference:
     """One matrix stepped by the rule, or with ``whitened=False`` one parameter of any shape by the elementwise rule.
 
-    ``scale`` replaces 2/(m+n), ``step_norm="frobenius"`` leaves out the spectral normalization. ``left`` and ``right`` say which sides are rotated.
+    ``scale`` replaces 2/(m+n), ``step_norm="frobenius"`` leaves out the spectral normalization. ``left`` and ``right``
+    say which sides are rotated.
     """
 
     def __init__(

@@ -46,7 +46,7 @@ def check(make: Callable[[nn.Module], Optimizer], **options: int) -> CoordinateC
 
 
 def test_the_shape_scale_takes_a_power_of_the_width_off_the_changes() -> None:
-    """Of square layers, at rates so small that a change is linear in its rate: a slope of exactly 1 less than without."""
+    """Of square layers, at rates so small that a change is linear in its rate: the slope is 1 less than without."""
 
     def changes(scale: str) -> dict[str, float]:
         checked = check(lambda model: SPlus(param_groups(model), 1e-6, step_scale=scale), steps=2)

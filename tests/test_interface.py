@@ -232,7 +232,11 @@ def test_every_hyperparameter_can_be_set_per_group(name: str) -> None:
         "oversized": [(6, 6), (8, 4)],
         "split_dim": [(4, 6), (6, 8)],
     }.get(name, [(6, 4), (4, 4), (6,)])
-    others = {"oversized": {"max_preconditioner_dim": 4, "whiten": True}, "split_dim": {"split": 2}}.get(name, {})
+    others: dict[str, Any] = {
+        "oversized": {"max_preconditioner_dim": 4, "whiten": True},
+        "split_dim": {"split": 2},
+        "row_scale": {"whiten": False},
+    }.get(name, {})
 
     def run(groups: Callable[[list[nn.Parameter]], list[dict[str, Any]]], **options: Any) -> list[Tensor]:
         parameters = parameters_of(*shapes, *shapes)

@@ -226,6 +226,16 @@ def test_elementwise_parameters_move_by_their_constant() -> None:
     assert torch.equal(parameter.detach(), -0.3 * (0.02 * torch.tensor([1.0, -1, 0, 1], dtype=DOUBLE)))
 
 
+def test_rows_move_by_their_length() -> None:
+    """With a row_scale c, entries of an embedding (V, n) move by lr · c / n, those of a vector by their constant."""
+    shapes = ((5, 8), (1, 4), (2, 3, 16), (8,), ())
+    parameters = [nn.Parameter(torch.zeros(shape, dtype=DOUBLE)) for shape in shapes]
+    optimizer = SPlus(parameters, lr=0.3, whiten=False, elementwise_scale=0.02, row_scale=2.0, weight_decay=0.0)
+    drive(optimizer, parameters, [[torch.ones_like(parameter) for parameter in parameters]])
+    for parameter, scale in zip(parameters, (2 / 8, 2 / 4, 2 / 16, 0.02, 0.02)):
+        torch.testing.assert_close(parameter.detach(), torch.full_like(parameter, -0.3 * scale), rtol=1e-15, atol=0)
+
+
 @pytest.mark.parametrize("settings", [{}, {"eps": 0.0, "refresh_method": "eigh"}])
 def test_zero_gradients_move_nothing(settings: dict[str, Any]) -> None:
     """Without decay weights stay bit for bit under zero gradients, and no state becomes NaN."""

@@ -1,5 +1,6 @@
 """Runs: repeatable, resumable bit for bit, and leaving what others read."""
 
+import copy
 import json
 import os
 import re
@@ -21,7 +22,7 @@ from train.loop import run
 from train.objectives import Objective
 from train.optimizers import build_optimizer
 from train.schedules import constant, linear_decay
-from train.trainer import Averages, Trainer
+from train.trainer import Averages, Trainer, generator
 
 STEPS, LAST_CHECKPOINT, KILLED_IN = 12, 4, 7
 
@@ -281,14 +282,55 @@ def test_learning_rates_in_the_metrics_are_those_of_the_schedule(tmp_path):
     assert rates == pytest.approx([0.25, 0.5, 0.75, 1, 1, 7 / 8, 6 / 8, 5 / 8, 4 / 8, 3 / 8, 2 / 8, 1 / 8])
 
 
-@pytest.mark.parametrize("optimizer", ["adam", "splus"])
+@pytest.mark.parametrize("optimizer", ["adam", "splus", "muon"])
 def test_optimizers_decay_the_same_parameters(optimizer):
     trainer = Trainer(smoke("diffusion", optimizer))
-    decayed, rest = build_optimizer(trainer.config.optimizer, trainer.model).param_groups
-    assert (decayed["weight_decay"], rest["weight_decay"]) == (0.1, 0)
-    assert {"head.weight", "position", "label_embedding.weight"} <= set(rest["param_names"])
+    decayed, *rest = build_optimizer(trainer.config.optimizer, trainer.model).param_groups
+    assert decayed["weight_decay"] == 0.1
+    assert {group["weight_decay"] for group in rest} == {0}
+    names = {name for group in rest for name in group["param_names"]}
+    assert {"head.weight", "position", "label_embedding.weight"} <= names
     assert "patch_embedding.weight" in decayed["param_names"]
-    assert isinstance(decayed["betas"], tuple)
+    assert all(isinstance(group["betas"], tuple) for group in rest)
+
+
+def test_options_of_a_group_by_its_name():
+    """They reach that group alone; one that the model does not have is an error that lists those it has."""
+    trainer = Trainer(smoke("language_modelling", "splus", "+optimizer.groups.head.row_scale=7"))
+    scales = {group["name"]: group["row_scale"] for group in trainer.optimizer.param_groups}
+    assert scales["head"] == 7
+    assert 7 not in [scale for name, scale in scales.items() if name != "head"]
+    with pytest.raises(ValueError, match=r"optimizer.groups.heads is given; .* whitened, embeddings, head"):
+        Trainer(smoke("language_modelling", "splus", "+optimizer.groups.heads.row_scale=7"))
+
+
+def test_muon_with_adam_is_torchs_own_two(tmp_path):
+    """Steps are those of torch.optim.Muon on the matrices and of AdamW on the rest, also after saving and loading."""
+    trainer, apart = (Trainer(smoke("language_modelling", "muon")) for _ in range(2))
+    config = trainer.config.optimizer
+    trainer.optimizer = build_optimizer(config, trainer.model)  # without the trainer's schedule
+    groups = {group["name"]: group["params"] for group in apart.optimizer.param_groups}
+    rest = [parameter for name, parameters in groups.items() if name != "whitened" for parameter in parameters]
+    both = [
+        torch.optim.Muon(groups["whitened"], lr=config.lr, weight_decay=config.weight_decay),
+        torch.optim.AdamW(rest, lr=config.lr * config.adam_lr, betas=tuple(config.adam_betas), weight_decay=0.0),
+    ]
+    for step in range(6):
+        if step == 3:
+            state = copy.deepcopy(trainer.optimizer.state_dict())
+            trainer.optimizer = build_optimizer(config, trainer.model)
+            trainer.optimizer.load_state_dict(state)
+        gradients = [
+            torch.randn(p.shape, generator=generator(step, i)) for i, p in enumerate(trainer.model.parameters())
+        ]
+        for model in (trainer.model, apart.model):
+            for parameter, gradient in zip(model.parameters(), gradients):
+                parameter.grad = gradient.clone()
+        trainer.optimizer.step()
+        for optimizer in both:
+            optimizer.step()
+    for mine, theirs in zip(trainer.model.parameters(), apart.model.parameters()):
+        assert torch.equal(mine, theirs)
 
 
 def test_runs_outside_the_main_thread_too(tmp_path):
