@@ -22,8 +22,8 @@ HEAD_NAMES = frozenset(
 )
 # Names of bare parameters that are a table of vectors or a token, not a map from features to features.
 TABLE_NAMES = ("embed", "position", "pos_", "token", "table", "queries", "latents", "codebook")
-# The step of an embedding or a head in units of the learning rate, times the length of a row.
-ROW_SCALE = 2.0
+# ``row_scale`` of SPlus for these groups: `python -m benchmarks.lr_transfer preset=elementwise` has the best values.
+ROW_SCALES = {"embeddings": 4.0, "head": 2.0}
 _NORMS = (nn.LayerNorm, nn.GroupNorm, _NormBase)
 _GATES = {nn.LSTM: 4, nn.GRU: 3}
 
@@ -90,8 +90,8 @@ def param_groups(
     whitened |= {"name": "whitened", "whiten": True, "weight_decay": weight_decay}
     for name, group in elementwise.items():
         group |= {"name": name, "whiten": False, "weight_decay": 0.0}
-        if name != "other":
-            group["row_scale"] = ROW_SCALE
+        if name in ROW_SCALES:
+            group["row_scale"] = ROW_SCALES[name]
     return [group for group in (whitened, *elementwise.values()) if group["params"]]
 
 
