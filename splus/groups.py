@@ -23,7 +23,7 @@ HEAD_NAMES = frozenset(
 # Names of bare parameters that are a table of vectors or a token, not a map from features to features.
 TABLE_NAMES = ("embed", "position", "pos_", "token", "table", "queries", "latents", "codebook")
 # ``row_scale`` of SPlus for these groups: `python -m benchmarks.lr_transfer preset=elementwise` has the best values.
-ROW_SCALES = {"embeddings": 4.0, "head": 2.0}
+ROW_SCALES = {"embeddings": 4.0, "head": 1.0}
 _NORMS = (nn.LayerNorm, nn.GroupNorm, _NormBase)
 _GATES = {nn.LSTM: 4, nn.GRU: 3}
 
