@@ -38,7 +38,8 @@ def param_groups(
     """Groups for :class:`~splus.SPlus`: "whitened" matrices, which decay; "embeddings", the "head", "other" parameters.
 
     Routed by module: weights of linear and convolution layers are whitened; embeddings, the output head (tied or
-    not), and others (norms, biases, scalars, depthwise kernels) take the elementwise rule and do not decay. The
+    not), and others (norms, biases, scalars, depthwise kernels) take the elementwise rule and do not decay; the first
+    two have a ``row_scale``, by which their step follows the width. The
     projections of :class:`torch.nn.MultiheadAttention`, the gates of recurrent layers and the groups of a convolution
     are whitened apart, a bare parameter of three or more dimensions as a stack of matrices. Works with every torch
     optimizer; the keys it does not know are ignored.

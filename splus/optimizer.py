@@ -28,7 +28,7 @@ class SPlus(Optimizer):
     For a weight matrix W (m×n) with gradient G, momentum M, factors L (m×m), R (n×n) and their eigenbases Q_L, Q_R::
 
         M ← β1 M + (1-β1) G
-        U ← Q_L sign(Q_Lᵀ M Q_R) Q_Rᵀ
+        U ← Q_L sign(Q_Lᵀ M Q_R) Q_Rᵀ,  U ← U · √(mn) / (4 ‖U‖_2)
         W ← W - lr · s · U,   s = 2/(m+n)
         A ← ρ A + (1-ρ) W,    evaluated at A / (1-ρᵗ)
         W ← W · (1 - lr · s · weight_decay)
@@ -36,8 +36,9 @@ class SPlus(Optimizer):
         every now and then:  Q_L, Q_R ← eigenbases of L, R, first used in the next step
 
     Parameters that are not whitened (vectors, scalars; with :func:`~splus.param_groups` also embeddings and the output
-    head) take ``U = sign(M)``, ``s = elementwise_scale``. Gradients are taken at W and the model is evaluated at the
-    average: validate, sample and export inside :meth:`averaged`, or between :meth:`eval` and :meth:`train`.
+    head) take ``U = sign(M)``, ``s = elementwise_scale`` or, those two, ``s = row_scale / n``. Gradients are taken at W
+    and the model is evaluated at the average: validate, sample and export inside :meth:`averaged`, or between
+    :meth:`eval` and :meth:`train`.
 
     Every hyperparameter can be set per group. State is fp32 (fp64 for fp64 parameters) whatever the parameter's dtype;
     bf16 and fp16 parameters keep an fp32 copy of their weights in the state, so that small steps are not rounded away.
@@ -100,7 +101,9 @@ class SPlus(Optimizer):
     #   refresh_growth         1.15 1.459 .481 .370  1.3 1.472 .493 .372  None 1.498 .496 .371
     #   matmul_dtype           fp32 1.459 .481 .370  bf16 1.465 .486 .373: a little worse, within the noise, in all runs
     #   sides                  both 1.459 .481 .370  shorter 1.813 .580 .384
-    # What comes before was measured with refreshes of all matrices at steps 1, 2, 3, 4, 5, 7, … (1.451 .485 .373).
+    # step_norm, at rates of .2 .1 .4 and 300, 450, 450 steps, with a row_scale of 2:
+    #   frobenius 1.470 .403 .345    spectral 1.411 .390 .339; at width 256, 120 steps of text 1.971 and 1.956
+    # What comes first was measured with refreshes of all matrices at steps 1, 2, 3, 4, 5, 7, … (1.451 .485 .373).
     # `python -m benchmarks.ablation` prints more. max_preconditioner_dim is within the 1024 to 8192 that Distributed
     # Shampoo's README calls the sweet spot of block sizes.
     def __init__(
