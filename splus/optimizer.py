@@ -101,9 +101,9 @@ class SPlus(Optimizer):
     #   refresh_growth         1.15 1.459 .481 .370  1.3 1.472 .493 .372  None 1.498 .496 .371
     #   matmul_dtype           fp32 1.459 .481 .370  bf16 1.465 .486 .373: a little worse, within the noise, in all runs
     #   sides                  both 1.459 .481 .370  shorter 1.813 .580 .384
-    # step_norm, at rates of .2 .1 .4 and 300, 450, 450 steps, with a row_scale of 2:
-    #   frobenius 1.470 .403 .345    spectral 1.411 .390 .339; at width 256, 120 steps of text 1.971 and 1.956
-    # What comes first was measured with refreshes of all matrices at steps 1, 2, 3, 4, 5, 7, … (1.451 .485 .373).
+    # step_norm and row_scale, at 200 steps and a rate of 0.2, from `python -m benchmarks.ablation`:
+    #   spectral, 4/n and 1/n 1.541 .509 .424    frobenius 1.576 .512 .427    spectral, constant rows 1.572 .531 .436
+    # All above was measured with Frobenius norms and constant rows. What comes first was measured with refreshes of all matrices at steps 1, 2, 3, 4, 5, 7, … (1.451 .485 .373).
     # `python -m benchmarks.ablation` prints more. max_preconditioner_dim is within the 1024 to 8192 that Distributed
     # Shampoo's README calls the sweet spot of block sizes.
     def __init__(
