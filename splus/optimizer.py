@@ -103,7 +103,8 @@ class SPlus(Optimizer):
     #   sides                  both 1.459 .481 .370  shorter 1.813 .580 .384
     # step_norm and row_scale, at 200 steps and a rate of 0.2, from `python -m benchmarks.ablation`:
     #   spectral, 4/n and 1/n 1.541 .509 .424    frobenius 1.576 .512 .427    spectral, constant rows 1.572 .531 .436
-    # All above was measured with Frobenius norms and constant rows. What comes first was measured with refreshes of all matrices at steps 1, 2, 3, 4, 5, 7, … (1.451 .485 .373).
+    # All above was measured with Frobenius norms and constant rows; what comes before refresh_growth, with refreshes of
+    # all matrices at steps 1, 2, 3, 4, 5, 7, … (1.451 .485 .373).
     # `python -m benchmarks.ablation` prints more. max_preconditioner_dim is within the 1024 to 8192 that Distributed
     # Shampoo's README calls the sweet spot of block sizes.
     def __init__(
