@@ -7,20 +7,19 @@ Stop it whenever you like; the same command continues where it stopped.
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Any, cast
 
 import hydra
 from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
-from rich.markup import escape
 
-from benchmarks.cells import ROOT, finished_earlier, made_by_other_code
+from benchmarks.cells import ROOT, finished_earlier
+from benchmarks.command import SettingError, run_command, show_crashes, warn_of_other_code
 from benchmarks.machine import usable_cores
 from benchmarks.plan import OPTIMIZERS, Comparison
-from benchmarks.progress import Progress, summary
-from benchmarks.sweep import DirectoryInUse, Outcomes, run_cells
+from benchmarks.progress import Progress
+from benchmarks.sweep import Outcomes, run_cells
 from benchmarks.table import (
     entries,
     headline,
@@ -34,19 +33,7 @@ from benchmarks.table import (
 
 @hydra.main(config_path=str(ROOT / "conf" / "comparison"), config_name="compare", version_base="1.3")
 def main(config: DictConfig) -> None:
-    console = Console()
-    try:
-        sys.exit(compare(comparison_from(config), config, console))
-    except KeyboardInterrupt:
-        console.print("\nStopped. The same command continues from here.")
-        sys.exit(130)
-    except (SettingError, DirectoryInUse) as error:
-        console.print(f"[red]Error:[/] {escape(str(error))}", soft_wrap=True)
-        sys.exit(2)
-
-
-class SettingError(ValueError):
-    """A setting of the comparison that makes no sense."""
+    run_command(lambda console: compare(comparison_from(config), config, console))
 
 
 def compare(comparison: Comparison, config: DictConfig, console: Console) -> int:
@@ -94,11 +81,7 @@ def announce(comparison: Comparison, expected: str, workers: int, output: Path, 
         highlight=False,
         soft_wrap=True,
     )
-    old = sum(made_by_other_code(outcome) for outcome in outcomes.values())
-    if old:
-        console.print(
-            f"[yellow]{old} finished runs were made by another version of the code;[/] to repeat them, delete {output}"
-        )
+    warn_of_other_code(outcomes, console, delete=str(output))
 
 
 def conclude(
@@ -121,11 +104,9 @@ def conclude(
         console.print(line, highlight=False, soft_wrap=True)
     settings = cast("dict[str, Any]", OmegaConf.to_container(config, resolve=True))
     report = write_report(comparison, rows, outcomes, output, {**settings, "workers": workers})
-    crashed = [(cell, outcome) for cell, outcome in outcomes.items() if outcome.status == "crashed"]
-    for cell, outcome in crashed:
-        console.print(f"[red]✗[/] {cell.name} {escape(summary(outcome))}", highlight=False, soft_wrap=True)
+    code = show_crashes(outcomes, console)
     console.print(f"Report: {report.resolve()}", highlight=False, soft_wrap=True)
-    return 1 if crashed else 0
+    return code
 
 
 if __name__ == "__main__":

@@ -9,50 +9,41 @@ same command continues where it stopped, also when nothing is left but the runs.
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import hydra
 from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
-from rich.markup import escape
 
-from benchmarks.cells import ROOT, finished_earlier, made_by_other_code
+from benchmarks.cells import ROOT, finished_earlier
+from benchmarks.command import SettingError, run_command, show_crashes, warn_of_other_code
 from benchmarks.ledger import Ledger
 from benchmarks.machine import usable_cores
-from benchmarks.progress import Progress, summary
-from benchmarks.sweep import DirectoryInUse, Outcomes, run_cells
+from benchmarks.progress import Progress
+from benchmarks.sweep import Outcomes, run_cells
 from benchmarks.transfer import Study, Transfer
 from benchmarks.transfer_table import results, terminal_tables, write_optima, write_slopes
 
 
 @hydra.main(config_path=str(ROOT / "conf" / "transfer"), config_name="lr_transfer", version_base="1.3")
 def main(config: DictConfig) -> None:
-    console = Console()
-    try:
-        sys.exit(measure(transfer_from(config), config, console))
-    except KeyboardInterrupt:
-        console.print("\nStopped. The same command continues from here.")
-        sys.exit(130)
-    except (ValueError, DirectoryInUse) as error:
-        console.print(f"[red]Error:[/] {escape(str(error))}", soft_wrap=True)
-        sys.exit(2)
+    run_command(lambda console: measure(transfer_from(config), config, console))
 
 
 def transfer_from(config: DictConfig) -> Transfer:
     """The sweeps that the configuration asks for.
 
     Raises:
-        ValueError: a study of an optimizer that is not known, or without a width.
+        SettingError: a study of an optimizer that is not known, or without a width.
     """
     studies = []
     for objective in config.objectives:
         for name in config.studies[objective].optimizers:
             if name not in config.known:
-                raise ValueError(f"optimizer {name} is unknown; known are {', '.join(map(str, config.known))}")
+                raise SettingError(f"optimizer {name} is unknown; known are {', '.join(map(str, config.known))}")
             known, of = config.known[name], config.studies[objective]
             if not of.widths:
-                raise ValueError(f"studies.{objective}.widths is empty; at least one width is required")
+                raise SettingError(f"studies.{objective}.widths is empty; at least one width is required")
             start = known.start if isinstance(known.start, (int, float)) else known.start[objective]
             settings = (f"preset={config.training}", f"objective={objective}", *config.overrides, *known.settings)
             studies.append(
@@ -100,12 +91,7 @@ def announce(
         highlight=False,
         soft_wrap=True,
     )
-    old = sum(made_by_other_code(outcome) for outcome in earlier.values())
-    if old:
-        console.print(
-            f"[yellow]{old} finished runs were made by another version of the code;[/] to repeat them, delete "
-            f"{output}/cells and their lines of {output}/runs.csv"
-        )
+    warn_of_other_code(earlier, console, delete=f"{output}/cells and their lines of {output}/runs.csv")
 
 
 def conclude(
@@ -120,11 +106,9 @@ def conclude(
     for table in terminal_tables(found):
         console.print(table, "")
     report = write_report(transfer, found, outcomes, output, workers, OmegaConf.to_yaml(config, resolve=True))
-    crashed = [(cell, outcome) for cell, outcome in outcomes.items() if outcome.status == "crashed"]
-    for cell, outcome in crashed:
-        console.print(f"[red]✗[/] {cell.name} {escape(summary(outcome))}", highlight=False, soft_wrap=True)
+    code = show_crashes(outcomes, console)
     console.print(f"Report: {report.resolve()}", highlight=False, soft_wrap=True)
-    return 1 if crashed else 0
+    return code
 
 
 if __name__ == "__main__":

@@ -43,35 +43,41 @@ def search(start: int, limit: int, loss_at: Callable[[int], float | None]) -> tu
     Args:
         loss_at: the loss at an index; raises KeyError while it is not known.
     """
-    tried = [start, start - 2, start + 2][:limit]
-    while True:
-        try:
-            losses = {index: loss_at(index) for index in tried}
-        except KeyError:
-            return tried, False
+
+    def extension(losses: Losses) -> list[int]:
         centre = best(losses)
-        if centre is None:
-            wanted = [min(tried) - 4] if any(loss is not None for loss in losses.values()) else []
-        else:
-            wanted = [i for i in (centre - 2, centre + 2) if i not in losses] or [
-                i for i in (centre - 1, centre + 1) if i not in losses
-            ]
-        wanted = wanted[: limit - len(tried)]
-        if not wanted:
-            return tried, True
-        tried += wanted
+        if centre is None:  # all diverged, or crashed
+            return [min(losses) - 4] if any(loss is not None for loss in losses.values()) else []
+        octaves = [index for index in (centre - 2, centre + 2) if index not in losses]
+        return octaves or [index for index in (centre - 1, centre + 1) if index not in losses]
+
+    return _extended([start, start - 2, start + 2], limit, loss_at, extension)
 
 
 def further_indices(centre: int, limit: int, loss_at: Callable[[int], float | None]) -> tuple[list[int], bool]:
-    """Indices around ``centre`` to try with a further seed until its best has neighbours, and whether that is over."""
-    tried = [centre, centre - 1, centre + 1][:limit]
+    """As :func:`search`, with a further seed: around ``centre``, until the seed's best has neighbours."""
+
+    def extension(losses: Losses) -> list[int]:
+        own = best(losses)
+        return [] if own is None else [index for index in (own - 1, own + 1) if index not in losses]
+
+    return _extended([centre, centre - 1, centre + 1], limit, loss_at, extension)
+
+
+def _extended(
+    first: list[int],
+    limit: int,
+    loss_at: Callable[[int], float | None],
+    extension: Callable[[Losses], list[int]],
+) -> tuple[list[int], bool]:
+    """The indices that ``extension`` asks for from ``first`` on, as far as losses are known; whether it is over."""
+    tried = first[:limit]
     while True:
         try:
             losses = {index: loss_at(index) for index in tried}
         except KeyError:
             return tried, False
-        own = best(losses)
-        wanted = [] if own is None else [i for i in (own - 1, own + 1) if i not in losses][: limit - len(tried)]
+        wanted = extension(losses)[: limit - len(tried)]
         if not wanted:
             return tried, True
         tried += wanted

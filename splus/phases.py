@@ -52,9 +52,8 @@ def _step_elementwise(
 ) -> None:
     """Parameters that are not whitened move by lr · scale · sign(M)."""
     states = [state[books.parameters[position]] for position, _ in rows]
-    scale = elementwise_scale(
-        books.parameters[rows[0][0]].shape, group["elementwise_scale"], group["row_scale"]
-    )  # one for the batch
+    shape = books.parameters[rows[0][0]].shape  # the whole batch has rows of this length
+    scale = elementwise_scale(shape, group["elementwise_scale"], group["row_scale"])
     momenta = [_rows(of["momentum"], chosen) for of, (_, chosen) in zip(states, rows)]
     updates = _like(momenta, workspace)
     torch._foreach_copy_(updates, [_rows(gradients[position], chosen) for position, chosen in rows])

@@ -243,11 +243,12 @@ def test_state_of_the_lean_mode_is_small() -> None:
     width = 64
     shapes = [(width, width)] * 4 + [(4 * width, width), (width, 4 * width)]
     entries = 12 * width**2
-    for dtype, most in ((None, 12.1), (torch.bfloat16, 11.1)):
+    vectors = sum(columns for _, columns in shapes) * 4
+    for dtype, most in ((None, 12), (torch.bfloat16, 11)):
         parameters = [nn.Parameter(torch.zeros(shape)) for shape in shapes]
         optimizer = SPlus(parameters, sides="shorter", matmul_dtype=dtype)
         tensors = [v for p in parameters for v in optimizer.state[p].values() if isinstance(v, Tensor)]
-        assert sum(tensor.nbytes for tensor in tensors) <= most * entries
+        assert sum(tensor.nbytes for tensor in tensors) <= most * entries + vectors
 
 
 # Compilation

@@ -1,0 +1,48 @@
+"""What the commands that sweep over training runs have in common: how they begin and how they end."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import NoReturn
+
+from rich.console import Console
+from rich.markup import escape
+
+from benchmarks.cells import made_by_other_code
+from benchmarks.progress import summary
+from benchmarks.sweep import DirectoryInUse, Outcomes
+
+
+class SettingError(ValueError):
+    """A setting of the command that makes no sense."""
+
+
+def run_command(work: Callable[[Console], int]) -> NoReturn:
+    """Does the work and exits with its code; a stop and a mistake in the settings are said without a traceback."""
+    console = Console()
+    try:
+        sys.exit(work(console))
+    except KeyboardInterrupt:
+        console.print("\nStopped. The same command continues from here.")
+        sys.exit(130)
+    except (SettingError, DirectoryInUse) as error:
+        console.print(f"[red]Error:[/] {escape(str(error))}", soft_wrap=True)
+        sys.exit(2)
+
+
+def warn_of_other_code(outcomes: Outcomes, console: Console, delete: str) -> None:
+    """Says how many of the finished runs another version of the code has made, and what to delete to repeat them."""
+    old = sum(made_by_other_code(outcome) for outcome in outcomes.values())
+    if old:
+        console.print(
+            f"[yellow]{old} finished runs were made by another version of the code;[/] to repeat them, delete {delete}"
+        )
+
+
+def show_crashes(outcomes: Outcomes, console: Console) -> int:
+    """A line for each run that crashed; the exit code, 1 if there is one."""
+    crashed = [(cell, outcome) for cell, outcome in outcomes.items() if outcome.status == "crashed"]
+    for cell, outcome in crashed:
+        console.print(f"[red]✗[/] {cell.name} {escape(summary(outcome))}", highlight=False, soft_wrap=True)
+    return int(bool(crashed))
