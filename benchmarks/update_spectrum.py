@@ -2,8 +2,8 @@
 
     python -m benchmarks.update_spectrum [--widths 32 64 128 256 512] [--steps 10 40 120]
 
-An update has the Frobenius norm lr · 2√(mn)/(m+n) whatever it is; its spectral norm is that over the root of its
-stable rank ‖U‖²_F / ‖U‖²_2. A spectral norm that falls with the width is a step that gets shorter where it acts.
+Before its normalization an update has the Frobenius norm lr · 2√(mn)/(m+n); its spectral norm is that over the root of
+its stable rank ‖U‖²_F / ‖U‖²_2. A spectral norm that falls with the width is a step that gets shorter where it acts.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ MIRRORED_FROM = 768
 STRIPS = 4
 
 # The stable rank ‖U‖²_F / ‖U‖²_2 of a direction whose length the spectral normalization leaves as it is. Directions
-# had 1 to 39 within 100 steps, growing with the steps and with the width: python -m benchmarks.update_spectrum. What
+# had 1 to 27 within 100 steps, growing with the steps and with the width: python -m benchmarks.update_spectrum. What
 # is chosen here only sets the scale of learning rates.
 STABLE_RANK = 16
 
