@@ -37,22 +37,24 @@ def transfer_from(config: DictConfig) -> Transfer:
         SettingError: a study of an optimizer that is not known, or without a width.
     """
     studies = []
-    for objective in config.objectives:
-        for name in config.studies[objective].optimizers:
+    for key in config.only:
+        if key not in config.studies:
+            raise SettingError(f"only={key} is no study; studies are {', '.join(map(str, config.studies))}")
+        of = config.studies[key]
+        for name in of.optimizers:
             if name not in config.known:
                 raise SettingError(f"optimizer {name} is unknown; known are {', '.join(map(str, config.known))}")
-            known, of = config.known[name], config.studies[objective]
             if not of.widths:
-                raise SettingError(f"studies.{objective}.widths is empty; at least one width is required")
-            start = known.start if isinstance(known.start, (int, float)) else known.start[objective]
-            settings = (f"preset={config.training}", f"objective={objective}", *config.overrides, *known.settings)
+                raise SettingError(f"studies.{key}.widths is empty; at least one width is required")
+            known = config.known[name]
+            settings = (f"preset={config.training}", f"objective={of.objective}", *config.overrides, *known.settings)
             studies.append(
                 Study(
-                    objective=objective,
+                    objective=of.objective,
                     optimizer=str(name),
                     settings=settings,
                     knob=known.get("knob", "optimizer.lr"),
-                    start=float(start),
+                    start=float(known.start),
                     widths=tuple(sorted(of.widths)),
                     seeds=int(of.get("seeds", config.seeds)),
                 )
@@ -68,6 +70,8 @@ def measure(transfer: Transfer, config: DictConfig, console: Console) -> int:
         ledger = Ledger(output / "runs.csv", transfer.labels, progress)
         earlier = finished_earlier(transfer.wanted, output / "cells", ledger.known)
         announce(transfer, earlier, config.expected, workers, output, console)
+        if config.report_only:
+            return conclude(transfer, earlier, config, workers, output, console)
         outcomes = run_cells(
             transfer.wanted,
             output / "cells",

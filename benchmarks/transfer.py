@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 
 from benchmarks import bracket, optima
 from benchmarks.cells import Cell
 from benchmarks.ledger import averaged_loss
 from benchmarks.optima import Optimum
 from benchmarks.sweep import Outcomes
+from splus import lr_from_adam
 
 
 @dataclass(frozen=True)
@@ -96,15 +97,45 @@ class Study:
 
 
 @dataclass(frozen=True)
+class Conversion:
+    """SPlus at the rate that :func:`splus.lr_from_adam` makes of the best one of Adam, both of one objective."""
+
+    adam: Study
+    splus: Study
+
+    def indices(self, outcomes: Outcomes, limit: int) -> dict[int, int]:
+        """By width, the index nearest to the converted rate, where both best rates are known."""
+        from_adam, own = self.adam.optima(outcomes, limit), self.splus.optima(outcomes, limit)
+        return {
+            width: optima.nearest_index(lr_from_adam(2 ** from_adam[width].octaves, width))
+            for width in own.keys() & from_adam.keys()
+        }
+
+    def wanted(self, outcomes: Outcomes, limit: int) -> list[Cell]:
+        return [
+            self.splus.cell(width, index, seed)
+            for width, index in self.indices(outcomes, limit).items()
+            for seed in range(self.splus.seeds)
+        ]
+
+
+@dataclass(frozen=True)
 class Transfer:
     """The studies of a sweep; ``limit``: the most rates of a search."""
 
     studies: tuple[Study, ...]
     limit: int
 
+    @cached_property
+    def conversions(self) -> tuple[Conversion, ...]:
+        """Of every objective on which both "adam" and "splus" are swept."""
+        swept = {(study.objective, study.optimizer): study for study in self.studies}
+        pairs = [(swept.get((objective, "adam")), study) for (objective, name), study in swept.items() if name == "splus"]
+        return tuple(Conversion(adam, splus) for adam, splus in pairs if adam)
+
     def wanted(self, outcomes: Outcomes) -> list[Cell]:
         """All cells wanted now, wide networks first: they take longest."""
-        cells = [cell for study in self.studies for cell in study.wanted(outcomes, self.limit)]
+        cells = [cell for part in (*self.studies, *self.conversions) for cell in part.wanted(outcomes, self.limit)]
         return sorted(cells, key=lambda cell: -int(cell.group.rpartition("/")[2]))
 
     def expected(self, outcomes: Outcomes) -> Counter[str]:

@@ -166,6 +166,6 @@ def test_the_command_runs_and_goes_on_from_its_runs_csv(tmp_path: Path) -> None:
 
 
 def test_an_unknown_optimizer_is_refused(tmp_path: Path) -> None:
-    done = sweep(tmp_path, "studies.language_modelling.optimizers=[sgdd]")
+    done = sweep(tmp_path, "studies.text.optimizers=[sgdd]")
     assert done.returncode == 2
     assert "optimizer sgdd is unknown; known are splus" in done.stdout
