@@ -22,7 +22,14 @@ from benchmarks.machine import usable_cores
 from benchmarks.progress import Progress
 from benchmarks.sweep import Outcomes, run_cells
 from benchmarks.transfer import Study, Transfer
-from benchmarks.transfer_table import results, terminal_tables, write_optima, write_slopes
+from benchmarks.transfer_table import (
+    conversions,
+    results,
+    terminal_tables,
+    write_conversions,
+    write_optima,
+    write_slopes,
+)
 
 
 @hydra.main(config_path=str(ROOT / "conf" / "transfer"), config_name="lr_transfer", version_base="1.3")
@@ -107,9 +114,13 @@ def conclude(
     found = results(transfer, outcomes)
     write_optima(found, output / "optima.csv")
     write_slopes(found, output / "slopes.csv")
-    for table in terminal_tables(found):
+    converted = conversions(transfer, outcomes)
+    write_conversions(converted, output / "conversion.csv")
+    for table in terminal_tables(found, converted):
         console.print(table, "")
-    report = write_report(transfer, found, outcomes, output, workers, OmegaConf.to_yaml(config, resolve=True))
+    report = write_report(
+        transfer, found, converted, outcomes, output, workers, OmegaConf.to_yaml(config, resolve=True)
+    )
     code = show_crashes(outcomes, console)
     console.print(f"Report: {report.resolve()}", highlight=False, soft_wrap=True)
     return code

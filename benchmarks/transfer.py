@@ -6,9 +6,11 @@ before; the further seeds are run around it. The rate that is best at the narrow
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from dataclasses import dataclass
 from functools import cached_property, partial
+from statistics import fmean
 
 from benchmarks import bracket, optima
 from benchmarks.cells import Cell
@@ -81,6 +83,14 @@ class Study:
                     found[width] = best
         return found
 
+    def mean_loss(self, outcomes: Outcomes, width: int, index: int) -> float | None:
+        """Over the seeds; None while one has not ended, NaN if one crashed."""
+        try:
+            losses = [self.loss(outcomes, width, seed, index) for seed in range(self.seeds)]
+        except KeyError:
+            return None
+        return fmean(math.nan if loss is None else loss for loss in losses)
+
     def transferred(self, found: dict[int, Optimum]) -> int | None:
         """The index of the rate that is best at the narrowest width."""
         first = found.get(self.widths[0])
@@ -112,11 +122,8 @@ class Conversion:
         }
 
     def wanted(self, outcomes: Outcomes, limit: int) -> list[Cell]:
-        return [
-            self.splus.cell(width, index, seed)
-            for width, index in self.indices(outcomes, limit).items()
-            for seed in range(self.splus.seeds)
-        ]
+        seeds = range(self.splus.seeds)
+        return [self.splus.cell(width, i, seed) for width, i in self.indices(outcomes, limit).items() for seed in seeds]
 
 
 @dataclass(frozen=True)
@@ -130,12 +137,15 @@ class Transfer:
     def conversions(self) -> tuple[Conversion, ...]:
         """Of every objective on which both "adam" and "splus" are swept."""
         swept = {(study.objective, study.optimizer): study for study in self.studies}
-        pairs = [(swept.get((objective, "adam")), study) for (objective, name), study in swept.items() if name == "splus"]
+        pairs = [
+            (swept.get((objective, "adam")), study) for (objective, name), study in swept.items() if name == "splus"
+        ]
         return tuple(Conversion(adam, splus) for adam, splus in pairs if adam)
 
     def wanted(self, outcomes: Outcomes) -> list[Cell]:
         """All cells wanted now, wide networks first: they take longest."""
-        cells = [cell for part in (*self.studies, *self.conversions) for cell in part.wanted(outcomes, self.limit)]
+        parts: tuple[Study | Conversion, ...] = (*self.studies, *self.conversions)
+        cells = [cell for part in parts for cell in part.wanted(outcomes, self.limit)]
         return sorted(cells, key=lambda cell: -int(cell.group.rpartition("/")[2]))
 
     def expected(self, outcomes: Outcomes) -> Counter[str]:

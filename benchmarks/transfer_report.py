@@ -20,7 +20,7 @@ from benchmarks.report import facts, template
 from benchmarks.sweep import Outcomes
 from benchmarks.table import title
 from benchmarks.transfer import Transfer
-from benchmarks.transfer_table import Result
+from benchmarks.transfer_table import Converted, Result
 
 FLAGGED = 0.1  # octaves per doubling that we hold SPlus to over widths 32 to 512
 # Of an optimizer's name in the figure of all optima; the page's style sheet has one for each.
@@ -33,7 +33,13 @@ VARIABLES = {
 
 
 def write_report(
-    transfer: Transfer, found: Sequence[Result], outcomes: Outcomes, output: Path, workers: int, settings: str
+    transfer: Transfer,
+    found: Sequence[Result],
+    converted: Sequence[Converted],
+    outcomes: Outcomes,
+    output: Path,
+    workers: int,
+    settings: str,
 ) -> Path:
     """Writes ``output``/report.html and ``output``/figures/*.png; returns the path of the report."""
     widths = sorted({width for result in found for width in result.study.widths})
@@ -42,6 +48,7 @@ def write_report(
         widths=widths,
         knobs=any(result.study.knob != "optimizer.lr" for result in found),
         sections=[_section(objective, found, transfer, outcomes, widths, output) for objective in objectives],
+        converted=[_converted(row) for row in converted],
         flagged=FLAGGED,
         facts=facts(outcomes, workers),
         command=shlex.join(["python", "-m", "benchmarks.lr_transfer", *sys.argv[1:]]),
@@ -79,6 +86,11 @@ def _row(result: Result, widths: Sequence[int]) -> dict[str, Any]:
         "drift": drifts,
         "interval": "" if slope is None else f"{slope.low:+.2f} to {slope.high:+.2f}",
     }
+
+
+def _converted(row: Converted) -> tuple[str, ...]:
+    rates = (f"{rate:.3g}" for rate in (row.adam_lr, row.lr, row.best_lr))
+    return title(row.objective), str(row.width), *rates, f"{100 * (row.loss / row.best_loss - 1):+.1f}%"
 
 
 def _texts(result: Result, width: int) -> tuple[str, str]:

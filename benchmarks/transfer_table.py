@@ -7,7 +7,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import fmean
 
 from rich import box
 from rich.table import Table
@@ -15,11 +14,13 @@ from rich.table import Table
 from benchmarks.optima import Optimum, Slope, drift
 from benchmarks.sweep import Outcomes
 from benchmarks.transfer import Study, Transfer
+from splus import lr_from_adam
 
 OPTIMA = (
     *("objective", "optimizer", "width", "best_lr", "best_lr_low", "best_lr_high"),
     *("bracketed", "best_loss", "transfer_loss"),
 )
+CONVERSIONS = ("objective", "width", "adam_lr", "converted_lr", "best_lr", "converted_loss", "best_loss")
 SLOPES = ("objective", "optimizer", "slope", "slope_low", "slope_high")
 
 
@@ -46,15 +47,35 @@ def results(transfer: Transfer, outcomes: Outcomes) -> list[Result]:
 def _result(study: Study, limit: int, outcomes: Outcomes) -> Result:
     found = study.optima(outcomes, limit)
     index = study.transferred(found)
-    losses: dict[int, float] = {}
-    for width in found:
-        if index is None:
-            break
-        cells = [study.cell(width, index, seed) for seed in range(study.seeds)]
-        if all(cell in outcomes for cell in cells):
-            values = [study.loss(outcomes, width, seed, index) for seed in range(study.seeds)]
-            losses[width] = fmean(math.nan if value is None else value for value in values)
-    return Result(study, found, losses, drift(found))
+    losses = {width: study.mean_loss(outcomes, width, index) for width in found} if index is not None else {}
+    return Result(study, found, {width: loss for width, loss in losses.items() if loss is not None}, drift(found))
+
+
+@dataclass(frozen=True)
+class Converted:
+    """Adam's best rate of a width made one of SPlus, held against its best. ``loss``: at the nearest rate run."""
+
+    objective: str
+    width: int
+    adam_lr: float
+    lr: float
+    best_lr: float
+    loss: float
+    best_loss: float
+
+
+def conversions(transfer: Transfer, outcomes: Outcomes) -> list[Converted]:
+    """What has been found so far of how :func:`splus.lr_from_adam` does, width by width."""
+    found = []
+    for pair in transfer.conversions:
+        from_adam, own = pair.adam.optima(outcomes, transfer.limit), pair.splus.optima(outcomes, transfer.limit)
+        for width, index in pair.indices(outcomes, transfer.limit).items():
+            loss = pair.splus.mean_loss(outcomes, width, index)
+            if loss is not None:
+                adam_lr, best = 2 ** from_adam[width].octaves, own[width]
+                lr = lr_from_adam(adam_lr, width)
+                found.append(Converted(pair.splus.objective, width, adam_lr, lr, 2**best.octaves, loss, best.loss))
+    return found
 
 
 def write_optima(found: Sequence[Result], path: Path) -> None:
@@ -79,6 +100,15 @@ def write_slopes(found: Sequence[Result], path: Path) -> None:
     _write(path, SLOPES, rows)
 
 
+def write_conversions(found: Sequence[Converted], path: Path) -> None:
+    rows = [
+        [row.objective, row.width, *(f"{x:.6g}" for x in (row.adam_lr, row.lr, row.best_lr)),
+         f"{row.loss:.6f}", f"{row.best_loss:.6f}"]
+        for row in found
+    ]  # fmt: skip
+    _write(path, CONVERSIONS, rows)
+
+
 def _write(path: Path, header: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     with open(path, "w", newline="") as file:
@@ -91,9 +121,9 @@ def _number(value: float | None) -> str:
     return "" if value is None else f"{value:.6f}"
 
 
-def terminal_tables(found: Sequence[Result]) -> list[Table]:
-    """By objective, the best rate at every width and what transfer costs there; and the drifts."""
-    return [_widths_table(found), _drift_table(found)]
+def terminal_tables(found: Sequence[Result], converted: Sequence[Converted]) -> list[Table]:
+    """By objective, the best rate at every width and what transfer costs there; the drifts; Adam's rates converted."""
+    return [_widths_table(found), _drift_table(found), *([_conversion_table(converted)] if converted else [])]
 
 
 def _widths_table(found: Sequence[Result]) -> Table:
@@ -130,6 +160,16 @@ def _drift_table(found: Sequence[Result]) -> Table:
                 f"{slope.value:+.2f}",
                 f"{slope.low:+.2f} to {slope.high:+.2f}",
             )
+    return table
+
+
+def _conversion_table(converted: Sequence[Converted]) -> Table:
+    columns = ("", "width", "Adam's best", "converted", "SPlus's best", "loss, converted", "best")
+    table = Table(*columns, box=box.SIMPLE_HEAD)
+    for row in converted:
+        rates = (f"{rate:.3g}" for rate in (row.adam_lr, row.lr, row.best_lr))
+        cost = f"{row.loss:.4f} {100 * (row.loss / row.best_loss - 1):+.1f}%"
+        table.add_row(row.objective, str(row.width), *rates, cost, f"{row.best_loss:.4f}")
     return table
 
 

@@ -13,7 +13,17 @@ from benchmarks import optima
 from benchmarks.cells import Cell, Outcome
 from benchmarks.ledger import Ledger, averaged_loss, read
 from benchmarks.transfer import Study, Transfer
-from benchmarks.transfer_table import OPTIMA, SLOPES, results, write_optima, write_slopes
+from benchmarks.transfer_table import (
+    CONVERSIONS,
+    OPTIMA,
+    SLOPES,
+    conversions,
+    results,
+    write_conversions,
+    write_optima,
+    write_slopes,
+)
+from splus import lr_from_adam
 
 WIDTHS = (32, 64, 128)
 
@@ -109,6 +119,27 @@ def test_csv_files_have_the_stated_columns(tmp_path: Path) -> None:
     assert float(slopes[0]["slope"]) == pytest.approx(-0.5, abs=1e-3)
 
 
+def test_adams_best_rates_are_converted_and_run(tmp_path: Path) -> None:
+    """SPlus runs, with every seed, at the rate nearest to the one that lr_from_adam gives; the table has its loss."""
+    transfer = Transfer((study(), study(optimizer="adam")), limit=12)
+    outcomes = run_all(transfer, slope=0.0)
+    found = conversions(transfer, outcomes)
+    assert [row.width for row in found] == list(WIDTHS)
+    for row in found:
+        assert row.adam_lr == pytest.approx(0.25, abs=1e-3)
+        assert row.lr == pytest.approx(lr_from_adam(row.adam_lr, row.width))
+        off = optima.nearest_index(row.lr) / 2 + 2
+        assert row.loss - row.best_loss == pytest.approx(0.1 * off**2)
+    write_conversions(found, tmp_path / "conversion.csv")
+    with (tmp_path / "conversion.csv").open() as file:
+        assert tuple(next(csv.reader(file))) == CONVERSIONS
+
+
+def test_nothing_is_converted_without_adam() -> None:
+    transfer = Transfer((study(), study(optimizer="adam", objective="diffusion")), limit=12)
+    assert conversions(transfer, run_all(transfer, slope=0.0)) == []
+
+
 class Silent:
     def ended(self, *_: object) -> None: ...
     def update(self, *_: object) -> None: ...
@@ -150,15 +181,15 @@ def sweep(output: Path, *settings: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_the_command_runs_and_goes_on_from_its_runs_csv(tmp_path: Path) -> None:
-    """A second command with nothing but the list of runs has the same results and runs nothing."""
+    """A second command with nothing but the list of runs has the same results: it runs nothing, as told."""
     first = sweep(tmp_path / "a")
     assert first.returncode == 0, first.stderr + first.stdout
     names = {path.name for path in (tmp_path / "a").iterdir()}
-    assert names == {"runs.csv", "optima.csv", "slopes.csv", "report.html", "figures", "cells"}
+    assert names == {"runs.csv", "optima.csv", "slopes.csv", "conversion.csv", "report.html", "figures", "cells"}
     (tmp_path / "b").mkdir()
     runs = (tmp_path / "a" / "runs.csv").read_text()
     (tmp_path / "b" / "runs.csv").write_text(runs)
-    second = sweep(tmp_path / "b")
+    second = sweep(tmp_path / "b", "report_only=true")
     assert second.returncode == 0, second.stderr
     assert (tmp_path / "b" / "runs.csv").read_text() == runs
     for name in ("optima.csv", "slopes.csv"):
@@ -169,3 +200,6 @@ def test_an_unknown_optimizer_is_refused(tmp_path: Path) -> None:
     done = sweep(tmp_path, "studies.text.optimizers=[sgdd]")
     assert done.returncode == 2
     assert "optimizer sgdd is unknown; known are splus" in done.stdout
+    done = sweep(tmp_path, "only=[texts]")
+    assert done.returncode == 2
+    assert "only=texts is no study; studies are text" in done.stdout
