@@ -103,13 +103,11 @@ def check_group(group: Mapping[str, Any]) -> None:
         _require(0 <= _number(beta, f"betas[{i}]") < 1, f"betas[{i}]", beta, "in [0, 1)")
     for name, required in (("ema_decay", "in [0, 1)"), ("eps", "in [0, 1), a fraction of a matrix's Frobenius norm")):
         _require(0 <= _number(group[name], name) < 1, name, group[name], required)
-    for name in ("weight_decay", "elementwise_scale"):
+    for name in ("weight_decay", "elementwise_scale", "width_power"):
         _require(_number(group[name], name) >= 0, name, group[name], "0 or more")
     for name in ("precondition_frequency", "max_preconditioner_dim"):
         value = group[name]
         _require(isinstance(value, int) and value >= 1, name, value, "an integer of 1 or more")
-    if group["row_scale"] is not None:
-        _require(_number(group["row_scale"], "row_scale") >= 0, "row_scale", group["row_scale"], "0 or more, or None")
     growth = group["refresh_growth"]
     if growth is not None:
         _require(_number(growth, "refresh_growth") > 1, "refresh_growth", growth, "above 1, or None for no early ones")

@@ -22,8 +22,12 @@ HEAD_NAMES = frozenset(
 )
 # Names of bare parameters that are a table of vectors or a token, not a map from features to features.
 TABLE_NAMES = ("embed", "position", "pos_", "token", "table", "queries", "latents", "codebook")
-# ``row_scale`` of SPlus for these groups: `python -m benchmarks.lr_transfer preset=elementwise` has the best values.
-ROW_SCALES = {"embeddings": 4.0, "head": 1.0}
+# Steps of these groups at width n, in units of the learning rate: elementwise_scale / n ** width_power. Best values at
+# widths 32 to 256: `python -m benchmarks.lr_transfer preset=elementwise`.
+WIDTH_RULES = {
+    "embeddings": {"elementwise_scale": 0.7, "width_power": 0.5},
+    "head": {"elementwise_scale": 1.5, "width_power": 1.0},
+}
 _NORMS = (nn.LayerNorm, nn.GroupNorm, _NormBase)
 _GATES = {nn.LSTM: 4, nn.GRU: 3}
 
@@ -39,7 +43,7 @@ def param_groups(
 
     Routed by module: weights of linear and convolution layers are whitened; embeddings, the output head (tied or
     not), and others (norms, biases, scalars, depthwise kernels) take the elementwise rule and do not decay; the first
-    two have a ``row_scale``, by which their step follows the width. The
+    two have an ``elementwise_scale`` and a ``width_power`` of their own. The
     projections of :class:`torch.nn.MultiheadAttention`, the gates of recurrent layers and the groups of a convolution
     are whitened apart, a bare parameter of three or more dimensions as a stack of matrices. Works with every torch
     optimizer; the keys it does not know are ignored.
@@ -91,8 +95,7 @@ def param_groups(
     whitened |= {"name": "whitened", "whiten": True, "weight_decay": weight_decay}
     for name, group in elementwise.items():
         group |= {"name": name, "whiten": False, "weight_decay": 0.0}
-        if name in ROW_SCALES:
-            group["row_scale"] = ROW_SCALES[name]
+        group |= WIDTH_RULES.get(name, {})
     return [group for group in (whitened, *elementwise.values()) if group["params"]]
 
 

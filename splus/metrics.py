@@ -10,7 +10,7 @@ from torch import Tensor
 from splus.books import GroupBooks
 from splus.eigenbasis import basis_drift, orthogonality_error
 from splus.precision import exact_arithmetic
-from splus.scaling import elementwise_scale
+from splus.scaling import elementwise_step
 from splus.update import spectral_factor, whitened_direction
 
 
@@ -19,12 +19,12 @@ def group_metrics(
     group: Mapping[str, Any], books: GroupBooks, state: Mapping[Tensor, dict[str, Any]]
 ) -> dict[str, Any]:
     """The metrics of one group; see :meth:`splus.SPlus.metrics`."""
-    lr, constant, rows = float(group["lr"]), group["elementwise_scale"], group["row_scale"]
+    lr, constant, power = float(group["lr"]), group["elementwise_scale"], group["width_power"]
     squares, entries = 0.0, 0
     drifts, errors = [torch.zeros(1)], [torch.zeros(1)]
     for position in books.elementwise:
         signs = state[books.parameters[position]]["momentum"].sign()
-        squares += float(signs.square().sum()) * (lr * elementwise_scale(signs.shape, constant, rows)) ** 2
+        squares += float(signs.square().sum()) * (lr * elementwise_step(signs.shape, constant, power)) ** 2
         entries += signs.numel()
     with exact_arithmetic({bucket.plan.device.type for bucket in books.buckets}):
         for bucket in books.buckets:

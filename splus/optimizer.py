@@ -36,7 +36,7 @@ class SPlus(Optimizer):
         every now and then:  Q_L, Q_R ← eigenbases of L, R, first used in the next step
 
     Parameters that are not whitened (vectors, scalars; with :func:`~splus.param_groups` also embeddings and the output
-    head) take ``U = sign(M)``, ``s = elementwise_scale`` or, those two, ``s = row_scale / n``. Gradients are taken at W
+    head) take ``U = sign(M)``, ``s = elementwise_scale / n ** width_power``. Gradients are taken at W
     and the model is evaluated at the average: validate, sample and export inside :meth:`averaged`, or between
     :meth:`eval` and :meth:`train`.
 
@@ -61,8 +61,8 @@ class SPlus(Optimizer):
             a step estimates it; "frobenius", √(mn), which is what signs have (the published rule).
         step_scale: of a whitened m×n matrix, in units of lr: "shape", 2/(m+n); "fan_in", 1/n; "none", 1.
         elementwise_scale: of the parameters that are not whitened.
-        row_scale: of those of them with two or more dimensions, times the length of a row (the last dimension), such as
-            embeddings; None for ``elementwise_scale``.
+        width_power: of the length n of a row (the last dimension), by which the step of those of them with two or
+            more dimensions is divided, such as embeddings.
         whiten: True, every parameter with two sides of 2 or more; "auto", those whose sides are all within
             ``max_preconditioner_dim``; "2d", every 2-D parameter and no others; False, none.
         split: sections of a fused matrix that are whitened apart: their number or a tuple of sizes along ``split_dim``
@@ -101,7 +101,7 @@ class SPlus(Optimizer):
     #   refresh_growth         1.15 1.459 .481 .370  1.3 1.472 .493 .372  None 1.498 .496 .371
     #   matmul_dtype           fp32 1.459 .481 .370  bf16 1.465 .486 .373: a little worse, within the noise, in all runs
     #   sides                  both 1.459 .481 .370  shorter 1.813 .580 .384
-    # step_norm and row_scale, at 200 steps and a rate of 0.2, from `python -m benchmarks.ablation`:
+    # step_norm and width_power, at 200 steps and a rate of 0.2, from `python -m benchmarks.ablation`:
     #   spectral, 4/n and 1/n 1.541 .509 .424    frobenius 1.576 .512 .427    spectral, constant rows 1.572 .531 .436
     # All above was measured with Frobenius norms and constant rows; what comes before refresh_growth, with refreshes of
     # all matrices at steps 1, 2, 3, 4, 5, 7, … (1.451 .485 .373).
@@ -123,7 +123,7 @@ class SPlus(Optimizer):
         step_norm: StepNorm = "spectral",
         step_scale: StepScale = "shape",
         elementwise_scale: float = 0.02,
-        row_scale: float | None = None,
+        width_power: float = 0.0,
         whiten: bool | str = "auto",
         split: Sections | list[Sections] = None,
         split_dim: int | list[int] = 0,
@@ -160,7 +160,7 @@ class SPlus(Optimizer):
             "step_norm": step_norm,
             "step_scale": step_scale,
             "elementwise_scale": elementwise_scale,
-            "row_scale": row_scale,
+            "width_power": width_power,
             "whiten": whiten,
             "split": split,
             "split_dim": split_dim,

@@ -12,7 +12,7 @@ from splus.books import Batch, GroupBooks, elementwise_batches, matrix_batches
 from splus.eigenbasis import Method
 from splus.plan import Slot
 from splus.precision import full_precision
-from splus.scaling import elementwise_scale
+from splus.scaling import elementwise_step
 from splus.workspace import Workspace
 
 Group = Mapping[str, Any]
@@ -53,7 +53,7 @@ def _step_elementwise(
     """Parameters that are not whitened move by lr · scale · sign(M)."""
     states = [state[books.parameters[position]] for position, _ in rows]
     shape = books.parameters[rows[0][0]].shape  # the whole batch has rows of this length
-    scale = elementwise_scale(shape, group["elementwise_scale"], group["row_scale"])
+    scale = elementwise_step(shape, group["elementwise_scale"], group["width_power"])
     momenta = [_rows(of["momentum"], chosen) for of, (_, chosen) in zip(states, rows)]
     updates = _like(momenta, workspace)
     torch._foreach_copy_(updates, [_rows(gradients[position], chosen) for position, chosen in rows])

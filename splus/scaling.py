@@ -20,12 +20,12 @@ def step_scale(m: int, n: int, rule: StepScale = "shape") -> float:
     return {"shape": 2.0 / (m + n), "fan_in": 1.0 / n, "none": 1.0}[rule]
 
 
-def elementwise_scale(shape: Sequence[int], constant: float, row_scale: float | None) -> float:
-    """What multiplies the learning rate for a parameter that is not whitened: ``row_scale`` / n for rows of n entries.
+def elementwise_step(shape: Sequence[int], scale: float, width_power: float) -> float:
+    """What multiplies the learning rate for a parameter that is not whitened: ``scale`` / n ** ``width_power``.
 
-    Without a ``row_scale``, and for vectors and scalars, it is the ``constant``.
+    n is the length of a row, the last dimension. For vectors and scalars it is ``scale``.
     """
-    return constant if row_scale is None or len(shape) < 2 else row_scale / shape[-1]
+    return scale if len(shape) < 2 else scale / shape[-1] ** width_power
 
 
 def lr_from_adam(adam_lr: float, hidden_size: int) -> float:

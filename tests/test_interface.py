@@ -114,7 +114,7 @@ INVALID: list[tuple[str, Any]] = [
     *(("betas", (1.0, 0.9)), ("betas", (0.9, 1.0)), ("betas", (-0.1, 0.9)), ("betas", (0.9,))),
     *(("betas", (0.9, 0.99, 0.999)), ("betas", (float("nan"), 0.9))),
     *(("eps", -1e-8), ("eps", 1.0), ("weight_decay", -0.1), ("weight_decay", float("nan"))),
-    *(("ema_decay", 1.0), ("ema_decay", -0.1), ("elementwise_scale", -1.0)),
+    *(("ema_decay", 1.0), ("ema_decay", -0.1), ("elementwise_scale", -1.0), ("width_power", -1.0)),
     *(("precondition_frequency", 0), ("precondition_frequency", 2.5), ("precondition_frequency", -3)),
     *(("max_preconditioner_dim", 0), ("max_preconditioner_dim", 100.0), ("refresh_growth", 1.0)),
     *(("whiten", "3d"), ("oversized", "block"), ("refresh_method", "svd"), ("split_dim", 2)),
@@ -203,7 +203,7 @@ PER_GROUP: dict[str, tuple[Any, Any]] = {
     "oversized": ("blocks", "unrotated"),
     "sides": ("both", "shorter"),
     "matmul_dtype": (None, torch.float32),
-    "row_scale": (None, 2.0),
+    "width_power": (0.0, 1.0),
     "scale_weight_decay": (True, False),
     "step_norm": ("spectral", "frobenius"),
     "step_scale": ("shape", "none"),
@@ -235,7 +235,7 @@ def test_every_hyperparameter_can_be_set_per_group(name: str) -> None:
     others: dict[str, Any] = {
         "oversized": {"max_preconditioner_dim": 4, "whiten": True},
         "split_dim": {"split": 2},
-        "row_scale": {"whiten": False},
+        "width_power": {"whiten": False},
     }.get(name, {})
 
     def run(groups: Callable[[list[nn.Parameter]], list[dict[str, Any]]], **options: Any) -> list[Tensor]:

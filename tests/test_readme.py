@@ -7,7 +7,7 @@ import pytest
 from hydra import compose, initialize_config_dir
 
 from splus import PAPER
-from splus.groups import ROW_SCALES
+from splus.groups import WIDTH_RULES
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
@@ -35,8 +35,10 @@ def test_published_settings_of_the_benchmark_are_the_package_s() -> None:
         settings = compose("config", overrides=["optimizer=splus_published"]).optimizer
     of_the_run = {"lr", "weight_decay", "ema_decay", "whiten"}
     assert set(settings) - {"_target_", "groups"} == set(PAPER) - {"whiten"}
-    # param_groups gives these two a step by the length of a row; the authors' file has one constant for all.
-    assert settings.groups == {name: {"row_scale": None} for name in ROW_SCALES}
+    # param_groups gives these two a step by a power of the length of a row; the authors' file has one constant for all.
+    assert settings.groups == {
+        name: {"elementwise_scale": PAPER["elementwise_scale"], "width_power": 0} for name in WIDTH_RULES
+    }
     for name in set(PAPER) - of_the_run:
         expected = list(PAPER[name]) if isinstance(PAPER[name], tuple) else PAPER[name]
         assert settings[name] == expected, name

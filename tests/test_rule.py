@@ -226,13 +226,13 @@ def test_elementwise_parameters_move_by_their_constant() -> None:
     assert torch.equal(parameter.detach(), -0.3 * (0.02 * torch.tensor([1.0, -1, 0, 1], dtype=DOUBLE)))
 
 
-def test_rows_move_by_their_length() -> None:
-    """With a row_scale c, entries of an embedding (V, n) move by lr · c / n, those of a vector by their constant."""
+def test_rows_move_by_a_power_of_their_length() -> None:
+    """Entries of an embedding (V, n) move by lr · scale / n ** width_power, those of a vector by lr · scale."""
     shapes = ((5, 8), (1, 4), (2, 3, 16), (8,), ())
     parameters = [nn.Parameter(torch.zeros(shape, dtype=DOUBLE)) for shape in shapes]
-    optimizer = SPlus(parameters, lr=0.3, whiten=False, elementwise_scale=0.02, row_scale=2.0, weight_decay=0.0)
+    optimizer = SPlus(parameters, lr=0.3, whiten=False, elementwise_scale=2.0, width_power=0.5, weight_decay=0.0)
     drive(optimizer, parameters, [[torch.ones_like(parameter) for parameter in parameters]])
-    for parameter, scale in zip(parameters, (2 / 8, 2 / 4, 2 / 16, 0.02, 0.02)):
+    for parameter, scale in zip(parameters, (2 / 8**0.5, 2 / 2, 2 / 4, 2.0, 2.0)):
         torch.testing.assert_close(parameter.detach(), torch.full_like(parameter, -0.3 * scale), rtol=1e-15, atol=0)
 
 

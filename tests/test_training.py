@@ -296,12 +296,12 @@ def test_optimizers_decay_the_same_parameters(optimizer):
 
 def test_options_of_a_group_by_its_name():
     """They reach that group alone; one that the model does not have is an error that lists those it has."""
-    trainer = Trainer(smoke("language_modelling", "splus", "+optimizer.groups.head.row_scale=7"))
-    scales = {group["name"]: group["row_scale"] for group in trainer.optimizer.param_groups}
+    trainer = Trainer(smoke("language_modelling", "splus", "+optimizer.groups.head.width_power=7"))
+    scales = {group["name"]: group["width_power"] for group in trainer.optimizer.param_groups}
     assert scales["head"] == 7
     assert 7 not in [scale for name, scale in scales.items() if name != "head"]
     with pytest.raises(ValueError, match=r"optimizer.groups.heads is given; .* whitened, embeddings, head"):
-        Trainer(smoke("language_modelling", "splus", "+optimizer.groups.heads.row_scale=7"))
+        Trainer(smoke("language_modelling", "splus", "+optimizer.groups.heads.width_power=7"))
 
 
 def test_muon_with_adam_is_torchs_own_two(tmp_path):
