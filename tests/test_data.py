@@ -2,6 +2,7 @@
 
 import gzip
 import lzma
+import math
 import os
 import pickle
 import re
@@ -23,6 +24,8 @@ from train.data.hugging_face import hugging_face as documents
 from train.data.image_folder import ImageFolder
 from train.data.images import FILES, Images
 from train.data.text import Text
+from train.data.tokens import Tokens
+from train.trainer import Trainer
 
 
 def seeded(seed: int = 0) -> Generator:
@@ -126,7 +129,7 @@ def test_own_text_keeps_its_last_twentieth_for_validation(tmp_path):
 
 
 def test_text_too_short_for_the_context_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="context=64 needs more held-out text than the 50 bytes"):
+    with pytest.raises(ValueError, match="context=64 needs more held-out text than the 50 tokens"):
         Text(context=64, directory=write_text(tmp_path, b"a" * 1000))
 
 
@@ -173,6 +176,48 @@ def test_cifar_is_read_from_the_layout_of_torchvision(tmp_path):
     assert data.sizes == {"image_size": 32, "channels": 3, "classes": 10}
     assert len(data.labels) == 10
     assert data.held_out[1, 5, 7].tolist() == [1, 2, 3]
+
+
+def test_a_vocabulary_of_bytes_is_the_bytes(tmp_path):
+    """Then every byte is a token of its own, whichever number it has; and the held-out part is the same."""
+    directory = write_text(tmp_path, "Nürnberg, über 8 Brücken.\n".encode() * 40)
+    text, tokens = Text(4, directory), Tokens(4, vocabulary=256, directory=directory)
+    assert tokens.bytes_per_token == 1
+    for part in ("train", "held_out"):
+        pairs = set(zip(getattr(text, part).tolist(), getattr(tokens, part).tolist(), strict=True))
+        assert len(pairs) == len({byte for byte, _ in pairs}) == len({token for _, token in pairs})
+
+
+def test_a_larger_vocabulary_has_longer_tokens(tmp_path):
+    """As many as were asked for while the text has pairs to merge; their lengths add up to the held-out bytes."""
+    directory = write_text(tmp_path, b"".join(b"%d is %d squared\n" % (i * i, i) for i in range(2000)))
+    tokens = Tokens(4, vocabulary=400, directory=directory)
+    assert tokens.sizes == {"vocabulary": 400, "context": 4}
+    assert 256 <= int(tokens.train.max()) < 400
+    assert tokens.bytes_per_token > 1.5
+    assert tokens.bytes_per_token * len(tokens.held_out) == pytest.approx(len(Text(4, directory).held_out))
+    batch = tokens.batch(3, seeded())
+    assert batch.shape == (3, 5)
+    assert batch.dtype == torch.int64
+
+
+def test_a_vocabulary_has_the_bytes():
+    with pytest.raises(ValueError, match=r"data.vocabulary=100 is given; at least 256"):
+        Tokens(context=4, vocabulary=100)
+
+
+def test_bits_per_byte_count_the_bytes_of_a_token(tmp_path):
+    """A model that says nothing has log2(vocabulary) bits for every token, spread over its bytes."""
+    directory = write_text(tmp_path, b"".join(b"%d is %d squared\n" % (i * i, i) for i in range(2000)))
+    trainer = Trainer(
+        smoke("language_modelling", "splus", "data=tokens", "data.vocabulary=300", f"data.directory={directory}")
+    )
+    torch.nn.init.zeros_(trainer.model.head.weight)
+    losses = trainer.objective.losses(trainer.model, trainer.objective.data.validation(4))
+    assert float(losses["loss"]) == pytest.approx(math.log(300), rel=1e-6)
+    assert float(losses["bits_per_byte"]) == pytest.approx(
+        math.log2(300) / trainer.objective.data.bytes_per_token, rel=1e-6
+    )
 
 
 def test_missing_files_are_named_with_the_command_that_gets_them(tmp_path):
@@ -265,7 +310,7 @@ def test_documents_that_cannot_be_used_are_refused(tmp_path):
     place["directory"] = str(tmp_path / "dict")
     with pytest.raises(ValueError, match=r"data.split=test is not in some/texts, which has here: train"):
         documents(2, "some/texts", split="test", **place)
-    with pytest.raises(ValueError, match="context=2 needs more held-out text than the 1 bytes"):
+    with pytest.raises(ValueError, match="context=2 needs more held-out text than the 1 tokens"):
         documents(2, "some/texts", **place)
 
 

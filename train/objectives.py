@@ -61,7 +61,7 @@ class Objective:
 
 
 class LanguageModelling(Objective):
-    """Cross-entropy of the next byte, in nats; and in bits, which for bytes is bits per byte."""
+    """Cross-entropy of the next byte or token, in nats; and in bits per byte, by the bytes of a held-out token."""
 
     data: Text
 
@@ -73,9 +73,9 @@ class LanguageModelling(Objective):
 
     def losses(self, model: nn.Module, *batch: Tensor) -> dict[str, Tensor]:
         (windows,) = batch  # (B, T + 1)
-        logits = model(windows[:, :-1])  # (B, T, 256)
+        logits = model(windows[:, :-1])  # (B, T, vocabulary)
         loss = F.cross_entropy(logits.float().flatten(0, 1), windows[:, 1:].flatten())
-        return {"loss": loss, "bits_per_byte": loss.detach() / math.log(2)}
+        return {"loss": loss, "bits_per_byte": loss.detach() / (math.log(2) * self.data.bytes_per_token)}
 
 
 class ImageClassification(Objective):

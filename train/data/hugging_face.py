@@ -16,6 +16,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from train.data.text import Text
+from train.data.text import split as split_text
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -54,7 +55,7 @@ def hugging_face(
         raise ValueError(
             f"data.column={column} is no column of text in {name}; those are: {', '.join(texts) or 'none'}"
         )
-    return Text(context, text=mapped(byte_file(dataset, column, cache)))
+    return Text(context, parts=split_text(mapped(byte_file(dataset, column, cache))))
 
 
 def load(name: str, config: str | None, split: str, directory: str | None) -> "Dataset":

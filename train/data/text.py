@@ -18,19 +18,20 @@ class Text:
         context: bytes a model sees at once.
         directory: a folder of ``*.txt`` (its sorted concatenation; the last 5% is held out); default: the State of the
             Union addresses that ship with the project.
-        text: uint8 (bytes,), in memory or mapped from a file of any size, instead of a directory; split like one.
+        parts: training and held-out text, integers (tokens,), in memory or mapped from files of any size, instead.
     """
 
     vocabulary = 256
+    bytes_per_token = 1.0
 
-    def __init__(self, context: int, directory: str | None = None, *, text: Tensor | None = None) -> None:
+    def __init__(
+        self, context: int, directory: str | None = None, *, parts: tuple[Tensor, Tensor] | None = None
+    ) -> None:
         self.context = context
-        if text is None and directory is not None:
-            text = read_folder(Path(directory))
-        self.train, self.held_out = shipped_text() if text is None else split(text)
+        self.train, self.held_out = parts or read_parts(directory)
         for part, piece in (("training", self.train), ("held-out", self.held_out)):
             if len(piece) <= context:
-                raise ValueError(f"context={context} needs more {part} text than the {len(piece)} bytes there are")
+                raise ValueError(f"context={context} needs more {part} text than the {len(piece)} tokens there are")
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -62,6 +63,11 @@ def shipped_text() -> tuple[Tensor, Tensor]:
         as_tensor(lzma.decompress((FILES / f"sotu_{part}.txt.xz").read_bytes())) for part in ("train", "val")
     )
     return train, held_out
+
+
+def read_parts(directory: str | None) -> tuple[Tensor, Tensor]:
+    """Training and held-out text, uint8 (bytes,) each: of a folder, or what ships."""
+    return shipped_text() if directory is None else split(read_folder(Path(directory)))
 
 
 def read_folder(directory: Path) -> Tensor:
