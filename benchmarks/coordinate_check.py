@@ -84,7 +84,7 @@ def table(checked: CoordinateCheck, tolerance: float) -> Table:
     """A line a module: the slopes, and the changes at the narrowest and the widest."""
     first, last = checked.widths[0], checked.widths[-1]
     shown = Table("module", "activation", "change", f"change, width {first}", f"width {last}", box=box.SIMPLE_HEAD)
-    shown.caption = "slopes of log RMS on log width, mean over the steps; * hidden; red beyond the tolerance"
+    shown.caption = "slopes of log RMS on log width, over all steps; * hidden; red beyond the tolerance"
     for name, slopes in checked.slopes().items():
         texts = [f"{slope:+.2f}" for slope in slopes]
         if name in checked.hidden:

@@ -53,7 +53,7 @@ def transfer_from(config: DictConfig) -> Transfer:
                 raise SettingError(f"optimizer {name} is unknown; known are {', '.join(map(str, config.known))}")
             if not of.widths:
                 raise SettingError(f"studies.{key}.widths is empty; at least one width is required")
-            known = config.known[name]
+            known, seeds = config.known[name], of.get("seeds", config.seeds)
             settings = (f"preset={config.training}", f"objective={of.objective}", *config.overrides, *known.settings)
             studies.append(
                 Study(
@@ -62,8 +62,7 @@ def transfer_from(config: DictConfig) -> Transfer:
                     settings=settings,
                     knob=known.get("knob", "optimizer.lr"),
                     start=float(known.start),
-                    widths=tuple(sorted(of.widths)),
-                    seeds=int(of.get("seeds", config.seeds)),
+                    seeds={int(width): of.get("few_seeds", {}).get(width, seeds) for width in of.widths},
                 )
             )
     return Transfer(tuple(studies), config.rates)

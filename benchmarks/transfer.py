@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property, partial
 from statistics import fmean
@@ -28,6 +29,7 @@ class Study:
         settings: of every run, as Hydra overrides.
         knob: the setting that is swept.
         start: its first value, at the narrowest width.
+        seeds: how many, by width.
     """
 
     objective: str
@@ -35,8 +37,11 @@ class Study:
     settings: tuple[str, ...]
     knob: str
     start: float
-    widths: tuple[int, ...]
-    seeds: int
+    seeds: Mapping[int, int]
+
+    @property
+    def widths(self) -> tuple[int, ...]:
+        return tuple(sorted(self.seeds))
 
     def cell(self, width: int, index: int, seed: int) -> Cell:
         settings = (*self.settings, f"model.width={width}", f"{self.knob}={optima.rate(index)}", f"seed={seed}")
@@ -64,7 +69,7 @@ class Study:
             if centre is None:
                 break
             start = centre
-            for seed in range(1, self.seeds):
+            for seed in range(1, self.seeds[width]):
                 found[width, seed] = optima.further_indices(centre, limit, partial(self.loss, outcomes, width, seed))
         return found
 
@@ -72,7 +77,7 @@ class Study:
         """The best rate of every width whose runs have all ended."""
         indices, found = self.indices(outcomes, limit), {}
         for width in self.widths:
-            own = [indices.get((width, seed), ([], False)) for seed in range(self.seeds)]
+            own = [indices.get((width, seed), ([], False)) for seed in range(self.seeds[width])]
             if all(over for _, over in own):
                 losses = [
                     {index: self.loss(outcomes, width, seed, index) for index in tried}
@@ -86,7 +91,7 @@ class Study:
     def mean_loss(self, outcomes: Outcomes, width: int, index: int) -> float | None:
         """Over the seeds; None while one has not ended, NaN if one crashed."""
         try:
-            losses = [self.loss(outcomes, width, seed, index) for seed in range(self.seeds)]
+            losses = [self.loss(outcomes, width, seed, index) for seed in range(self.seeds[width])]
         except KeyError:
             return None
         return fmean(math.nan if loss is None else loss for loss in losses)
@@ -122,8 +127,11 @@ class Conversion:
         }
 
     def wanted(self, outcomes: Outcomes, limit: int) -> list[Cell]:
-        seeds = range(self.splus.seeds)
-        return [self.splus.cell(width, i, seed) for width, i in self.indices(outcomes, limit).items() for seed in seeds]
+        return [
+            self.splus.cell(width, index, seed)
+            for width, index in self.indices(outcomes, limit).items()
+            for seed in range(self.splus.seeds[width])
+        ]
 
 
 @dataclass(frozen=True)
@@ -154,7 +162,7 @@ class Transfer:
         for study in self.studies:
             for width in study.widths:
                 group = f"{study.objective}/{study.optimizer}/{width}"
-                counts[group] = max(counts[group], 6 + 3 * (study.seeds - 1))
+                counts[group] = max(counts[group], 6 + 3 * (study.seeds[width] - 1))
         return counts
 
     def labels(self, cell: Cell) -> dict[str, object]:

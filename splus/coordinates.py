@@ -30,9 +30,9 @@ class CoordinateCheck:
     hidden: frozenset[str]
 
     def slopes(self) -> dict[str, tuple[float, float]]:
-        """By module, the slopes of log activation and of log change on log width, both in the mean over the steps.
+        """By module, the slopes of log activation and of log change on log width, both as RMS over all steps.
 
-        0 is what carries over; NaN where a module's output is zero or not finite.
+        0 is what carries over; NaN where a module's output is always zero, or not finite.
         """
         return {name: (self._slope(self.activations[name]), self._slope(self.changes[name])) for name in self.changes}
 
@@ -45,10 +45,11 @@ class CoordinateCheck:
         }
 
     def _slope(self, rms: list[list[float]]) -> float:
-        """Least squares on the mean over the steps of log2."""
-        if any(not 0 < value < math.inf for of_width in rms for value in of_width):
+        """Least squares. A step that moves little or nothing, as behind a layer that starts at zero, counts little."""
+        squares = [sum(value**2 for value in of_width) / len(of_width) for of_width in rms]
+        if any(not 0 < square < math.inf for square in squares):
             return math.nan
-        y = [sum(map(math.log2, of_width)) / len(of_width) for of_width in rms]
+        y = [math.log2(square) / 2 for square in squares]
         x = [math.log2(width) for width in self.widths]
         x_mean, y_mean = sum(x) / len(x), sum(y) / len(y)
         return sum((a - x_mean) * (b - y_mean) for a, b in zip(x, y)) / sum((a - x_mean) ** 2 for a in x)

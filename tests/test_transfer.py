@@ -30,7 +30,7 @@ WIDTHS = (32, 64, 128)
 
 def study(slope: float = 0.0, **options: object) -> Study:
     given = {"objective": "language_modelling", "optimizer": "splus", "settings": ("preset=transfer",)}
-    given |= {"knob": "optimizer.lr", "start": 0.25, "widths": WIDTHS, "seeds": 2}
+    given |= {"knob": "optimizer.lr", "start": 0.25, "seeds": dict.fromkeys(WIDTHS, 2)}
     return Study(**given | options)  # type: ignore[arg-type]
 
 
@@ -97,7 +97,7 @@ def test_an_optimum_at_the_edge_is_flagged(tmp_path: Path) -> None:
 
 def test_a_wider_network_is_searched_from_the_narrower_ones_best() -> None:
     """With the optimum in its place three octaves away, only the narrowest width has to look for it."""
-    transfer = Transfer((study(start=0.25 / 8, seeds=1),), limit=12)
+    transfer = Transfer((study(start=0.25 / 8, seeds=dict.fromkeys(WIDTHS, 1)),), limit=12)
     outcomes = run_all(transfer, slope=0.0)
     counts = {width: sum(cell.group.endswith(f"/{width}") for cell in outcomes) for width in WIDTHS}
     assert counts[32] > counts[64] == counts[128] == 5
