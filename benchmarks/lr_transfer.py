@@ -62,7 +62,7 @@ def transfer_from(config: DictConfig) -> Transfer:
                     settings=settings,
                     knob=known.get("knob", "optimizer.lr"),
                     start=float(known.start),
-                    seeds={int(width): of.get("few_seeds", {}).get(width, seeds) for width in of.widths},
+                    seeds={int(width): of.get("seeds_at", {}).get(width, seeds) for width in of.widths},
                 )
             )
     return Transfer(tuple(studies), config.rates)

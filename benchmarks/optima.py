@@ -87,16 +87,20 @@ def _extended(
 class Optimum:
     """The best learning rate of a width, in octaves (log2), one number a seed.
 
-    ``bracketed``: every seed has worse losses on both sides of its best. ``loss``: the mean of the seeds' best losses.
+    ``bracketed``: every seed has worse losses on both sides of its best.
     """
 
     by_seed: tuple[float, ...]
     bracketed: bool
-    loss: float
 
     @property
     def octaves(self) -> float:
         return fmean(self.by_seed)
+
+    @property
+    def index(self) -> int:
+        """The grid index that is nearest."""
+        return round(self.octaves * PER_OCTAVE)
 
     @property
     def low(self) -> float:
@@ -128,7 +132,7 @@ def optimum(seeds: Sequence[Losses]) -> Optimum | None:
     bracketed = all(
         all(losses.get(centre + side) is not None for side in (-1, 1)) for losses, centre in zip(seeds, centres)
     )
-    return Optimum(tuple(found), bracketed, fmean(min(losses.values()) for losses in finite))
+    return Optimum(tuple(found), bracketed)
 
 
 def _fit(seeds: Sequence[Mapping[int, float]]) -> tuple[float, list[float]]:

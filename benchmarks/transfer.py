@@ -99,16 +99,19 @@ class Study:
     def transferred(self, found: dict[int, Optimum]) -> int | None:
         """The index of the rate that is best at the narrowest width."""
         first = found.get(self.widths[0])
-        return None if first is None else round(first.octaves * optima.PER_OCTAVE)
+        return None if first is None else first.index
 
     def wanted(self, outcomes: Outcomes, limit: int) -> list[Cell]:
         """All cells wanted now, the search of the widest first."""
         indices = self.indices(outcomes, limit)
         cells = [self.cell(width, index, seed) for (width, seed), (tried, _) in indices.items() for index in tried]
-        transferred = self.transferred(self.optima(outcomes, limit))
+        found = self.optima(outcomes, limit)
+        transferred = self.transferred(found)
         if transferred is not None:
             cells += [self.cell(width, transferred, seed) for width, seed in indices]
-        return cells
+        return cells + [
+            self.cell(width, best.index, seed) for width, best in found.items() for seed in range(self.seeds[width])
+        ]
 
 
 @dataclass(frozen=True)
@@ -123,7 +126,8 @@ class Conversion:
         from_adam, own = self.adam.optima(outcomes, limit), self.splus.optima(outcomes, limit)
         return {
             width: optima.nearest_index(lr_from_adam(2 ** from_adam[width].octaves, width))
-            for width in own.keys() & from_adam.keys()
+            for width in own
+            if width in from_adam
         }
 
     def wanted(self, outcomes: Outcomes, limit: int) -> list[Cell]:

@@ -97,7 +97,7 @@ def _texts(result: Result, width: int) -> tuple[str, str]:
     best = result.optima.get(width)
     if best is None:
         return "–", ""
-    spread = f"{2**best.low:.3g}–{2**best.high:.3g}; loss {best.loss:.4f}"
+    spread = f"{2**best.low:.3g}–{2**best.high:.3g}; loss {result.best.get(width, math.nan):.4f}"
     cost = result.cost(width)
     if cost is not None:
         spread += f", {100 * cost:+.1f}%" if math.isfinite(cost) else ", diverged"
@@ -123,7 +123,8 @@ def sensitivity(result: Result, limit: int, outcomes: Outcomes) -> Figure:
         color = shades(0.9 * rank / max(1, len(result.study.widths) - 1))
         best = result.optima[width]
         losses = _losses(result, width, limit, outcomes)
-        points = {i: 100 * (loss / best.loss - 1) for i, loss in losses.items() if math.isfinite(loss)}
+        least = min(losses.values(), default=math.nan)
+        points = {i: 100 * (loss / least - 1) for i, loss in losses.items() if math.isfinite(loss)}
         axes.plot([2 ** (i / 2) for i in points], list(points.values()), "o-", ms=3, color=color, label=f"{width}")
         axes.plot(2**best.octaves, 0, "o", ms=9, mfc="none", color=color, clip_on=False, zorder=4)
         for index in losses.keys() - points.keys():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,17 +26,22 @@ SLOPES = ("objective", "optimizer", "slope", "slope_low", "slope_high")
 
 @dataclass(frozen=True)
 class Result:
-    """One study: by width the optimum, and the mean loss at the rate that is best at the narrowest (if it has run)."""
+    """One study.
+
+    ``optima`` by width; ``best``: by width the loss at the rate nearest to it, and ``transfer``: at the one that is
+    best at the narrowest width, both the mean over all seeds, once they have run.
+    """
 
     study: Study
     optima: dict[int, Optimum]
+    best: dict[int, float]
     transfer: dict[int, float]
     slope: Slope | None
 
     def cost(self, width: int) -> float | None:
         """What the transferred rate loses against the width's own best, as a fraction of its loss."""
-        loss = self.transfer.get(width)
-        return None if loss is None else loss / self.optima[width].loss - 1
+        transferred, best = self.transfer.get(width), self.best.get(width)
+        return None if transferred is None or best is None else transferred / best - 1
 
 
 def results(transfer: Transfer, outcomes: Outcomes) -> list[Result]:
@@ -47,8 +52,13 @@ def results(transfer: Transfer, outcomes: Outcomes) -> list[Result]:
 def _result(study: Study, limit: int, outcomes: Outcomes) -> Result:
     found = study.optima(outcomes, limit)
     index = study.transferred(found)
-    losses = {width: study.mean_loss(outcomes, width, index) for width in found} if index is not None else {}
-    return Result(study, found, {width: loss for width, loss in losses.items() if loss is not None}, drift(found))
+    best = {width: study.mean_loss(outcomes, width, optimum.index) for width, optimum in found.items()}
+    transfer = {width: None if index is None else study.mean_loss(outcomes, width, index) for width in found}
+    return Result(study, found, _known(best), _known(transfer), drift(found))
+
+
+def _known(losses: Mapping[int, float | None]) -> dict[int, float]:
+    return {width: loss for width, loss in losses.items() if loss is not None}
 
 
 @dataclass(frozen=True)
@@ -71,10 +81,11 @@ def conversions(transfer: Transfer, outcomes: Outcomes) -> list[Converted]:
         from_adam, own = pair.adam.optima(outcomes, transfer.limit), pair.splus.optima(outcomes, transfer.limit)
         for width, index in pair.indices(outcomes, transfer.limit).items():
             loss = pair.splus.mean_loss(outcomes, width, index)
-            if loss is not None:
-                adam_lr, best = 2 ** from_adam[width].octaves, own[width]
+            best = pair.splus.mean_loss(outcomes, width, own[width].index)
+            if loss is not None and best is not None:
+                adam_lr, best_lr = 2 ** from_adam[width].octaves, 2 ** own[width].octaves
                 lr = lr_from_adam(adam_lr, width)
-                found.append(Converted(pair.splus.objective, width, adam_lr, lr, 2**best.octaves, loss, best.loss))
+                found.append(Converted(pair.splus.objective, width, adam_lr, lr, best_lr, loss, best))
     return found
 
 
@@ -83,7 +94,7 @@ def write_optima(found: Sequence[Result], path: Path) -> None:
         [
             result.study.objective, result.study.optimizer, width,
             f"{2**best.octaves:.6g}", f"{2**best.low:.6g}", f"{2**best.high:.6g}",
-            str(best.bracketed).lower(), f"{best.loss:.6f}", _number(result.transfer.get(width)),
+            str(best.bracketed).lower(), _number(result.best.get(width)), _number(result.transfer.get(width)),
         ]
         for result in found
         for width, best in result.optima.items()
@@ -130,7 +141,7 @@ def _widths_table(found: Sequence[Result]) -> Table:
     widths = sorted({width for result in found for width in result.study.widths})
     table = Table("", *(f"width {width}" for width in widths), box=box.SIMPLE_HEAD)
     table.caption = (
-        "best value, * if not bracketed; mean loss there; "
+        "best value, * if not bracketed; loss at the nearest that was run; "
         "+ what the value that is best at the narrowest width loses against it"
     )
     for result in found:
@@ -144,7 +155,7 @@ def _cell(result: Result, width: int) -> str:
     if best is None:
         return "–"
     cost = result.cost(width)
-    line = f"{2**best.octaves:.3g}{'' if best.bracketed else ' *'}\n{best.loss:.4f}"
+    line = f"{2**best.octaves:.3g}{'' if best.bracketed else ' *'}\n{_number(result.best.get(width))[:-2]}"
     if cost is None:
         return line
     return line + (f" +{100 * cost:.1f}%" if math.isfinite(cost) else " diverged")
