@@ -94,7 +94,7 @@ def test_without_a_finite_loss_there_is_no_optimum() -> None:
 @pytest.mark.parametrize("slope", [-1.0, 0.0, 0.25])
 def test_drift_is_the_slope_per_doubling(slope: float) -> None:
     """With no spread the interval is a point; seeds that differ widen it and it still holds the slope."""
-    exact = {32 * 2**i: Optimum((slope * i, slope * i), True, 1.0) for i in range(4)}
+    exact = {32 * 2**i: Optimum((slope * i, slope * i), True) for i in range(4)}
     found = optima.drift(exact)
     assert found is not None
     assert (found.value, found.low, found.high) == pytest.approx((slope, slope, slope), abs=1e-9)
