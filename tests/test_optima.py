@@ -98,7 +98,7 @@ def test_drift_is_the_slope_per_doubling(slope: float) -> None:
     found = optima.drift(exact)
     assert found is not None
     assert (found.value, found.low, found.high) == pytest.approx((slope, slope, slope), abs=1e-9)
-    spread = {width: Optimum((best.octaves - 0.2, best.octaves + 0.2), True, 1.0) for width, best in exact.items()}
+    spread = {width: Optimum((best.octaves - 0.2, best.octaves + 0.2), True) for width, best in exact.items()}
     found = optima.drift(spread)
     assert found is not None
     assert found.value == pytest.approx(slope)
@@ -107,7 +107,7 @@ def test_drift_is_the_slope_per_doubling(slope: float) -> None:
 
 def test_drift_needs_two_widths() -> None:
     assert optima.drift({}) is None
-    assert optima.drift({64: Optimum((0.0, 0.1), True, 1.0)}) is None
-    two = optima.drift({64: Optimum((0.0,), True, 1.0), 128: Optimum((1.0,), True, 1.0)})
+    assert optima.drift({64: Optimum((0.0, 0.1), True)}) is None
+    two = optima.drift({64: Optimum((0.0,), True), 128: Optimum((1.0,), True)})
     assert two is not None
     assert (two.value, two.low, two.high) == (1.0, -math.inf, math.inf)
