@@ -343,10 +343,10 @@ def test_counts_are_of_the_work_done_here() -> None:
 
 
 @pytest.mark.parametrize(
-    ("adam_lr", "hidden_size", "lr"), [(1e-3, 512, 1.024), (3e-4, 768, 0.4608), (0.5, 1, 1.0), (1e-3, 100, 0.2)]
+    ("adam_lr", "hidden_size", "lr"), [(1e-3, 512, 0.568), (1e-3, 1000, 0.71), (1.0, 1, 0.71), (1e-3, 64, 0.284)]
 )
 def test_lr_from_adam(adam_lr: float, hidden_size: int, lr: float) -> None:
-    """adam_lr · hidden_size · 2; the paper's flat 0.2 is Adam's 1e-3 at a width of 100."""
+    """0.71 · the cube root of adam_lr · hidden_size."""
     assert lr_from_adam(adam_lr, hidden_size) == pytest.approx(lr, rel=1e-12)
     assert isinstance(lr_from_adam(adam_lr, hidden_size), float)
 
