@@ -80,7 +80,7 @@ def coordinate_check(
     depend on the width (Tensor Programs V, arXiv 2203.03466, section 5 and appendix D.1)::
 
         check = splus.coordinate_check(make_gpt, (tokens, targets), (64, 128, 256, 512),
-                                       lambda model: SPlus(param_groups(model), lr=0.2))
+                                       lambda model: SPlus(param_groups(model), lr=0.7))
         print(check)
         assert not check.failures()
 
