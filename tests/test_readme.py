@@ -1,4 +1,4 @@
-"""What the README shows works as printed."""
+"""What the README and the guides show works as printed."""
 
 import re
 from pathlib import Path
@@ -10,7 +10,7 @@ from splus import PAPER
 from splus.groups import WIDTH_RULES
 
 ROOT = Path(__file__).parent.parent
-README = (ROOT / "README.md").read_text()
+README = "\n".join(path.read_text() for path in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))))
 
 
 @pytest.mark.parametrize("block", re.findall(r"```python\n(.*?)```", README, re.DOTALL))
