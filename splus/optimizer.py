@@ -102,7 +102,7 @@ class SPlus(Optimizer):
     #   matmul_dtype           fp32 1.459 .481 .370  bf16 1.465 .486 .373: a little worse, within the noise, in all runs
     #   sides                  both 1.459 .481 .370  shorter 1.813 .580 .384
     # step_norm and width_power, at 200 steps and a rate of 0.2, from `python -m benchmarks.ablation`:
-    #   the default 1.540 .518 .417    frobenius 1.574 .532 .419    constant steps of embeddings and head 1.572 .531 .436
+    #   the default 1.540 .518 .417    frobenius 1.574 .532 .419    constant embeddings and head 1.572 .531 .436
     # All above was measured with Frobenius norms and constant rows; what comes before refresh_growth, with refreshes of
     # all matrices at steps 1, 2, 3, 4, 5, 7, … (1.451 .485 .373).
     # `python -m benchmarks.ablation` prints more. max_preconditioner_dim is within the 1024 to 8192 that Distributed

@@ -6,9 +6,10 @@ from typing import Literal
 StepNorm = Literal["spectral", "frobenius"]
 StepScale = Literal["shape", "fan_in", "none"]
 
-# SPlus's best learning rate as c · (Adam's · hidden size)^p: the fit to the best ones on text, images and diffusion at
-# widths 32 to 256, benchmarks/results/lr_transfer/conversion.csv (least squares gives 0.72 and 0.38). It is off by up to
-# 0.8 octaves; the paper's 2 · Adam's · hidden size (arXiv 2506.07254v2, section 7) by up to 2.6, and diverged at two of the twelve.
+# SPlus's best learning rate as c · (Adam's · hidden size)^p: fitted to the best ones on text, images and diffusion at
+# widths 32 to 256, benchmarks/results/lr_transfer/conversion.csv (least squares: 0.72 and 0.38). It is off by up to 0.8
+# octaves; the paper's 2 · Adam's · hidden size (arXiv 2506.07254v2, section 7) by up to 2.6, and diverged at two of the
+# twelve.
 CONVERSION, CONVERSION_POWER = 0.71, 1 / 3
 
 
