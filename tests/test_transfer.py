@@ -129,7 +129,7 @@ def test_adams_best_rates_are_converted_and_run(tmp_path: Path) -> None:
         assert row.adam_lr == pytest.approx(0.25, abs=1e-3)
         assert row.lr == pytest.approx(lr_from_adam(row.adam_lr, row.width))
         off = optima.nearest_index(row.lr) / 2 + 2
-        assert row.loss - row.best_loss == pytest.approx(0.1 * off**2)
+        assert row.loss - row.best_loss == pytest.approx(0.1 * off**2, abs=1e-3)  # rates have four digits
     write_conversions(found, tmp_path / "conversion.csv")
     with (tmp_path / "conversion.csv").open() as file:
         assert tuple(next(csv.reader(file))) == CONVERSIONS
