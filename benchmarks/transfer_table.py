@@ -158,7 +158,7 @@ def _cell(result: Result, width: int) -> str:
     line = f"{2**best.octaves:.3g}{'' if best.bracketed else ' *'}\n{_number(result.best.get(width))[:-2]}"
     if cost is None:
         return line
-    return line + (f" +{100 * cost:.1f}%" if math.isfinite(cost) else " diverged")
+    return line + (f" {100 * cost:+.1f}%" if math.isfinite(cost) else " diverged")
 
 
 def _drift_table(found: Sequence[Result]) -> Table:
