@@ -25,22 +25,24 @@ class Tokens(Text):
     def __init__(self, context: int, vocabulary: int, directory: str | None = None) -> None:
         if vocabulary < BYTES:
             raise ValueError(f"data.vocabulary={vocabulary} is given; at least {BYTES} are required, one for each byte")
-        train, held_out, self.vocabulary = encoded(vocabulary, directory)
+        train, held_out, self.vocabulary, self.bytes_per_token = encoded(vocabulary, directory)
         super().__init__(context, parts=(train, held_out))
-        self.bytes_per_token = len(read_parts(directory)[1]) / len(held_out)
 
 
 @cache  # a process that trains many models encodes it once
-def encoded(vocabulary: int, directory: str | None) -> tuple[Tensor, Tensor, int]:
-    """Training and held-out tokens, int32, and how many different ones there are: fewer than asked of a short text."""
-    texts = [part.numpy().tobytes().decode(errors="replace").splitlines(True) for part in read_parts(directory)]
+def encoded(vocabulary: int, directory: str | None) -> tuple[Tensor, Tensor, int, float]:
+    """Training and held-out tokens, int32 (tokens,) each; how many different ones there are, fewer than asked of a
+    short text; and the mean length of a held-out one in bytes.
+    """
+    parts = read_parts(directory)
+    texts = [part.numpy().tobytes().decode(errors="replace").splitlines(True) for part in parts]
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(vocab_size=vocabulary, initial_alphabet=alphabet, show_progress=False)
     tokenizer.train_from_iterator(texts[0], trainer)
-    train, held_out = (tokenizer.encode_batch_fast(lines) for lines in texts)
-    return as_integers(train), as_integers(held_out), tokenizer.get_vocab_size()
+    train, held_out = (as_integers(tokenizer.encode_batch_fast(lines)) for lines in texts)
+    return train, held_out, tokenizer.get_vocab_size(), len(parts[1]) / len(held_out)
 
 
 def as_integers(lines: list[Encoding]) -> Tensor:
