@@ -96,6 +96,22 @@ class Study:
             return None
         return fmean(math.nan if loss is None else loss for loss in losses)
 
+    def costs(self, outcomes: Outcomes, limit: int, width: int, best: int) -> dict[int, float]:
+        """By index, the loss there over the loss at ``best``, less 1, over the seeds that ran both."""
+        losses: dict[int, dict[int, float]] = {}
+        for (at, seed), (tried, _) in self.indices(outcomes, limit).items():
+            for index in {*tried, best} if at == width else ():
+                cell = self.cell(width, index, seed)
+                loss = averaged_loss(outcomes[cell]) if cell in outcomes else None
+                if loss is not None:
+                    losses.setdefault(index, {})[seed] = loss
+        found, reference = {}, losses.get(best, {})
+        for index, of_seeds in losses.items():
+            common = of_seeds.keys() & reference.keys()
+            if common:
+                found[index] = fmean(of_seeds[s] for s in common) / fmean(reference[s] for s in common) - 1
+        return found
+
     def transferred(self, found: dict[int, Optimum]) -> int | None:
         """The index of the rate that is best at the narrowest width."""
         first = found.get(self.widths[0])

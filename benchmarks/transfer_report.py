@@ -90,7 +90,7 @@ def _row(result: Result, widths: Sequence[int]) -> dict[str, Any]:
 
 def _converted(row: Converted) -> tuple[str, ...]:
     rates = (f"{rate:.3g}" for rate in (row.adam_lr, row.lr, row.best_lr))
-    return title(row.objective), str(row.width), *rates, f"{100 * (row.loss / row.best_loss - 1):+.1f}%"
+    return title(row.objective), str(row.width), *rates, row.cost, f"{row.published:.3g}"
 
 
 def _texts(result: Result, width: int) -> tuple[str, str]:

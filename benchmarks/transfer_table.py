@@ -11,7 +11,7 @@ from pathlib import Path
 from rich import box
 from rich.table import Table
 
-from benchmarks.optima import Optimum, Slope, drift
+from benchmarks.optima import PER_OCTAVE, Optimum, Slope, drift, rate
 from benchmarks.sweep import Outcomes
 from benchmarks.transfer import Study, Transfer
 from splus import lr_from_adam
@@ -29,13 +29,15 @@ class Result:
     """One study.
 
     ``optima`` by width; ``best``: by width the loss at the rate nearest to it, and ``transfer``: at the one that is
-    best at the narrowest width, both the mean over all seeds, once they have run.
+    best at the narrowest width, both the mean over all seeds, once they have run. ``costs``: by width and grid index
+    what the loss is above the one of the best, as a fraction, over the seeds that ran both.
     """
 
     study: Study
     optima: dict[int, Optimum]
     best: dict[int, float]
     transfer: dict[int, float]
+    costs: dict[int, dict[int, float]]
     slope: Slope | None
 
     def cost(self, width: int) -> float | None:
@@ -54,7 +56,8 @@ def _result(study: Study, limit: int, outcomes: Outcomes) -> Result:
     index = study.transferred(found)
     best = {width: study.mean_loss(outcomes, width, optimum.index) for width, optimum in found.items()}
     transfer = {width: None if index is None else study.mean_loss(outcomes, width, index) for width in found}
-    return Result(study, found, _known(best), _known(transfer), drift(found))
+    costs = {width: study.costs(outcomes, limit, width, optimum.index) for width, optimum in found.items()}
+    return Result(study, found, _known(best), _known(transfer), costs, drift(found))
 
 
 def _known(losses: Mapping[int, float | None]) -> dict[int, float]:
@@ -63,15 +66,31 @@ def _known(losses: Mapping[int, float | None]) -> dict[int, float]:
 
 @dataclass(frozen=True)
 class Converted:
-    """Adam's best rate of a width made one of SPlus, held against its best. ``loss``: at the nearest rate run."""
+    """Adam's best rate of a width made one of SPlus, held against its best.
+
+    ``published``: what the paper's recipe makes of it. ``loss``: at the nearest rate of the grid to ``lr``; both losses
+    are the mean over all seeds, None until they have run.
+    """
 
     objective: str
     width: int
     adam_lr: float
     lr: float
     best_lr: float
-    loss: float
-    best_loss: float
+    loss: float | None
+    best_loss: float | None
+
+    @property
+    def published(self) -> float:
+        """arXiv 2506.07254v2, section 7."""
+        return 2 * self.adam_lr * self.width
+
+    @property
+    def cost(self) -> str:
+        """What the converted rate loses against the best, in percent."""
+        if self.loss is None or self.best_loss is None:
+            return "–"
+        return f"{100 * (self.loss / self.best_loss - 1):+.1f}%"
 
 
 def conversions(transfer: Transfer, outcomes: Outcomes) -> list[Converted]:
@@ -82,10 +101,9 @@ def conversions(transfer: Transfer, outcomes: Outcomes) -> list[Converted]:
         for width, index in pair.indices(outcomes, transfer.limit).items():
             loss = pair.splus.mean_loss(outcomes, width, index)
             best = pair.splus.mean_loss(outcomes, width, own[width].index)
-            if loss is not None and best is not None:
-                adam_lr, best_lr = 2 ** from_adam[width].octaves, 2 ** own[width].octaves
-                lr = lr_from_adam(adam_lr, width)
-                found.append(Converted(pair.splus.objective, width, adam_lr, lr, best_lr, loss, best))
+            adam_lr, best_lr = 2 ** from_adam[width].octaves, 2 ** own[width].octaves
+            lr = lr_from_adam(adam_lr, width)
+            found.append(Converted(pair.splus.objective, width, adam_lr, lr, best_lr, loss, best))
     return found
 
 
@@ -114,7 +132,7 @@ def write_slopes(found: Sequence[Result], path: Path) -> None:
 def write_conversions(found: Sequence[Converted], path: Path) -> None:
     rows = [
         [row.objective, row.width, *(f"{x:.6g}" for x in (row.adam_lr, row.lr, row.best_lr)),
-         f"{row.loss:.6f}", f"{row.best_loss:.6f}"]
+         _number(row.loss), _number(row.best_loss)]
         for row in found
     ]  # fmt: skip
     _write(path, CONVERSIONS, rows)
@@ -133,8 +151,9 @@ def _number(value: float | None) -> str:
 
 
 def terminal_tables(found: Sequence[Result], converted: Sequence[Converted]) -> list[Table]:
-    """By objective, the best rate at every width and what transfer costs there; the drifts; Adam's rates converted."""
-    return [_widths_table(found), _drift_table(found), *([_conversion_table(converted)] if converted else [])]
+    """The best rates and what transfer costs; what other rates cost; the drifts; Adam's rates converted."""
+    conversion = [_conversion_table(converted)] if converted else []
+    return [_widths_table(found), _costs_table(found), _drift_table(found), *conversion]
 
 
 def _widths_table(found: Sequence[Result]) -> Table:
@@ -161,6 +180,21 @@ def _cell(result: Result, width: int) -> str:
     return line + (f" {100 * cost:+.1f}%" if math.isfinite(cost) else " diverged")
 
 
+def _costs_table(found: Sequence[Result]) -> Table:
+    """What values an octave or less from the best lose, each over the seeds that ran it and the best one."""
+    offsets = range(-PER_OCTAVE, PER_OCTAVE + 1)
+    table = Table("", "width", *(f"{offset / PER_OCTAVE:+g} octaves" for offset in offsets), box=box.SIMPLE_HEAD)
+    table.caption = "loss at the values of the grid around the best, over the loss at the nearest to it"
+    for result in found:
+        for width, best in result.optima.items():
+            cells = []
+            for offset in offsets:
+                cost = result.costs[width].get(best.index + offset)
+                cells.append("–" if cost is None else f"{rate(best.index + offset):.3g} {100 * cost:+.1f}%")
+            table.add_row(f"{result.study.objective}, {result.study.optimizer}", str(width), *cells)
+    return table
+
+
 def _drift_table(found: Sequence[Result]) -> Table:
     table = Table("drift of the best value", "octaves per doubling of the width", "95% interval", box=box.SIMPLE_HEAD)
     for result in found:
@@ -175,12 +209,11 @@ def _drift_table(found: Sequence[Result]) -> Table:
 
 
 def _conversion_table(converted: Sequence[Converted]) -> Table:
-    columns = ("", "width", "Adam's best", "converted", "SPlus's best", "loss, converted", "best")
+    columns = ("", "width", "Adam's best", "lr_from_adam", "SPlus's best", "loss over the best", "the paper's recipe")
     table = Table(*columns, box=box.SIMPLE_HEAD)
     for row in converted:
         rates = (f"{rate:.3g}" for rate in (row.adam_lr, row.lr, row.best_lr))
-        cost = f"{row.loss:.4f} {100 * (row.loss / row.best_loss - 1):+.1f}%"
-        table.add_row(row.objective, str(row.width), *rates, cost, f"{row.best_loss:.4f}")
+        table.add_row(row.objective, str(row.width), *rates, row.cost, f"{row.published:.3g}")
     return table
 
 

@@ -7,11 +7,13 @@ import sys
 from pathlib import Path
 
 import pytest
+from hydra import compose, initialize_config_dir
 from runs import ROOT
 
 from benchmarks import optima
 from benchmarks.cells import Cell, Outcome
 from benchmarks.ledger import Ledger, averaged_loss, read
+from benchmarks.lr_transfer import transfer_from
 from benchmarks.transfer import Study, Transfer
 from benchmarks.transfer_table import (
     CONVERSIONS,
@@ -69,6 +71,9 @@ def test_a_drift_is_found_and_its_cost(slope: float) -> None:
         assert best.bracketed
         off = 0.1 * (slope * doubling) ** 2
         assert result.transfer[width] - result.best[width] == pytest.approx(off, abs=1e-3)
+        for index, cost in result.costs[width].items():
+            off = 0.1 * (index / 2 - best.octaves) ** 2 - 0.1 * (best.index / 2 - best.octaves) ** 2
+            assert cost * result.best[width] == pytest.approx(off, abs=2e-2 * off + 1e-3)
     assert result.slope is not None
     assert result.slope.value == pytest.approx(slope, abs=1e-3)
 
@@ -203,3 +208,15 @@ def test_an_unknown_optimizer_is_refused(tmp_path: Path) -> None:
     done = sweep(tmp_path, "only=[texts]")
     assert done.returncode == 2
     assert "only=texts is no study; studies are text" in done.stdout
+
+
+@pytest.mark.parametrize("preset", sorted(path.stem for path in (ROOT / "conf" / "transfer" / "preset").iterdir()))
+def test_every_run_of_a_preset_has_a_configuration(preset: str) -> None:
+    """The settings of each of its optimizers fit its training."""
+    with initialize_config_dir(str(ROOT / "conf" / "transfer"), version_base="1.3"):
+        transfer = transfer_from(compose("lr_transfer", overrides=[f"preset={preset}"]))
+    cells = transfer.wanted({})
+    assert {tuple(cell.group.split("/")[:2]) for cell in cells} == {
+        (s.objective, s.optimizer) for s in transfer.studies
+    }
+    assert all(cell.config.optimizer for cell in cells)
