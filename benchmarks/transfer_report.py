@@ -172,5 +172,6 @@ def best_values(found: Sequence[Result]) -> Figure:
         for width, best, value in zip(result.optima, result.optima.values(), y):
             if not best.bracketed:
                 axes.annotate("not bracketed", (width, value), fontsize=7, xytext=(4, 4), textcoords="offset points")
-    axes.legend()
+    if axes.get_legend_handles_labels()[0]:
+        axes.legend()
     return figure

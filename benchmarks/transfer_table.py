@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rich import box
-from rich.table import Table
+from rich.table import Column, Table
 
 from benchmarks.optima import PER_OCTAVE, Optimum, Slope, drift, rate
 from benchmarks.sweep import Outcomes
@@ -151,21 +151,25 @@ def _number(value: float | None) -> str:
 
 
 def terminal_tables(found: Sequence[Result], converted: Sequence[Converted]) -> list[Table]:
-    """The best rates and what transfer costs; what other rates cost; the drifts; Adam's rates converted."""
+    """The best rates and what transfer costs, and what other rates cost; the drifts; Adam's rates converted."""
+    by_objective: dict[str, list[Result]] = {}
+    for result in found:
+        by_objective.setdefault(result.study.objective, []).append(result)
+    tables = [make(of) for of in by_objective.values() for make in (_widths_table, _costs_table)]
     conversion = [_conversion_table(converted)] if converted else []
-    return [_widths_table(found), _costs_table(found), _drift_table(found), *conversion]
+    return [*tables, _drift_table(found), *conversion]
 
 
 def _widths_table(found: Sequence[Result]) -> Table:
     widths = sorted({width for result in found for width in result.study.widths})
-    table = Table("", *(f"width {width}" for width in widths), box=box.SIMPLE_HEAD)
+    table = Table(found[0].study.objective, *(f"width {width}" for width in widths), box=box.SIMPLE_HEAD)
     table.caption = (
         "best value, * if not bracketed; loss at the nearest that was run; "
         "+ what the value that is best at the narrowest width loses against it"
     )
     for result in found:
         cells = [_cell(result, width) for width in widths]
-        table.add_row(f"{result.study.objective}\n{result.study.optimizer} ({_knob(result)})", *cells)
+        table.add_row(f"{result.study.optimizer}\n{_knob(result)}", *cells)
     return table
 
 
@@ -183,15 +187,17 @@ def _cell(result: Result, width: int) -> str:
 def _costs_table(found: Sequence[Result]) -> Table:
     """What values an octave or less from the best lose, each over the seeds that ran it and the best one."""
     offsets = range(-PER_OCTAVE, PER_OCTAVE + 1)
-    table = Table("", "width", *(f"{offset / PER_OCTAVE:+g} octaves" for offset in offsets), box=box.SIMPLE_HEAD)
-    table.caption = "loss at the values of the grid around the best, over the loss at the nearest to it"
+    octaves = (f"{offset / PER_OCTAVE:+g}" for offset in offsets)
+    name = Column(found[0].study.objective, no_wrap=True)
+    table = Table(name, Column("width", no_wrap=True), *octaves, box=box.SIMPLE_HEAD)
+    table.caption = "loss at the values of the grid around the best, by octaves, over the loss at the nearest to it"
     for result in found:
         for width, best in result.optima.items():
             cells = []
             for offset in offsets:
                 cost = result.costs[width].get(best.index + offset)
                 cells.append("–" if cost is None else f"{rate(best.index + offset):.3g} {100 * cost:+.1f}%")
-            table.add_row(f"{result.study.objective}, {result.study.optimizer}", str(width), *cells)
+            table.add_row(result.study.optimizer, str(width), *cells)
     return table
 
 
