@@ -18,6 +18,7 @@ from runs import OBJECTIVES, ROOT, smoke
 from torch import Generator, nn
 
 from splus.averaging import averaging_weight
+from train import checkpoint
 from train.loop import run
 from train.objectives import Objective
 from train.optimizers import build_optimizer
@@ -81,6 +82,7 @@ def test_killed_run_continues_bit_for_bit(tmp_path, objective, optimizer):
     script = f"""
 import os, pathlib, signal, torch
 from omegaconf import OmegaConf
+from train import checkpoint
 from train.loop import run
 from train.trainer import Trainer
 
@@ -138,6 +140,33 @@ def test_half_a_line_and_a_half_written_checkpoint_do_no_harm(tmp_path, monkeypa
     run(config, tmp_path / "cut", progress=False)
     run(config, tmp_path / "whole", progress=False)
     assert_same_run(tmp_path / "cut", tmp_path / "whole")
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize("call", ["fsync", "replace"])
+def test_a_process_that_dies_while_it_saves_leaves_the_checkpoint_before(tmp_path, number, call):
+    path = tmp_path / "checkpoint.pt"
+    checkpoint.save({"step": 1, "weights": torch.zeros(1000)}, path)
+    script = f"""
+import os, pathlib, torch
+from train import checkpoint
+
+os.{call} = lambda *_: os.kill(os.getpid(), {int(number)})
+checkpoint.save({{"step": 2, "weights": torch.ones(1000)}}, pathlib.Path({str(path)!r}))
+"""
+    assert python("-c", script).returncode == -number
+    assert (tmp_path / "checkpoint.pt.new").exists()
+    assert checkpoint.load(path)["step"] == 1
+
+
+@pytest.mark.parametrize("kept", [0, 10, 0.5, 0.99])
+def test_half_a_checkpoint_is_refused_by_name(tmp_path, kept):
+    path = tmp_path / "checkpoint.pt"
+    checkpoint.save({"weights": torch.zeros(1000)}, path)
+    whole = path.read_bytes()
+    path.write_bytes(whole[: kept if isinstance(kept, int) else int(kept * len(whole))])
+    with pytest.raises(ValueError, match=r"checkpoint\.pt is no whole checkpoint .*; delete it to start this run anew"):
+        checkpoint.load(path)
 
 
 def raise_after_checkpoint(trainer: Trainer, record) -> None:
