@@ -51,7 +51,7 @@ def load(path: Path) -> dict[str, Any] | None:
     except (RuntimeError, EOFError, UnpicklingError, OSError) as error:
         if isinstance(error, OSError) and error.errno != errno.EINVAL:  # EINVAL is torch's answer to a cut archive
             raise
-        reason = str(error).splitlines()[0]
+        reason = (str(error) or "it is empty").splitlines()[0]
         raise ValueError(
             f"{path} is no whole checkpoint ({reason}); delete it to start this run anew, or put a copy in its place"
         ) from None
