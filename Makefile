@@ -36,7 +36,7 @@ types: $(VENV)/test
 
 suite: $(VENV)/test
 	@echo "== tests"
-	$(BIN)/python -m pytest --cov --cov-report=term --durations=5
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses=auto --dist=worksteal --cov --cov-report=term --durations=5
 
 clean:  ## remove the environment and caches; results stay
 	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage
