@@ -17,7 +17,7 @@ from rich.console import Console
 from benchmarks.cells import ROOT, finished_earlier
 from benchmarks.command import SettingError, run_command, show_crashes, warn_of_other_code
 from benchmarks.machine import usable_cores
-from benchmarks.plan import OPTIMIZERS, Comparison
+from benchmarks.comparison import OPTIMIZERS, Comparison
 from benchmarks.progress import Progress
 from benchmarks.sweep import Outcomes, run_cells
 from benchmarks.table import (

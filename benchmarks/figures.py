@@ -15,7 +15,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from benchmarks import bracket
-from benchmarks.plan import ADAM, ADAM_EMA, ROWS, SPLUS, SPLUS_LIVE, Comparison, Row
+from benchmarks.comparison import ADAM, ADAM_EMA, ROWS, SPLUS, SPLUS_LIVE, Comparison, Row
 from benchmarks.steps_to_adam import Curve, crossing
 from benchmarks.sweep import Outcomes
 from benchmarks.table import Entry

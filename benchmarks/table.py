@@ -14,7 +14,7 @@ from rich.table import Table
 
 from benchmarks import bracket
 from benchmarks.cells import Cell, Outcome
-from benchmarks.plan import ADAM, ADAM_EMA, ROWS, SPLUS, Choice, Comparison, Row
+from benchmarks.comparison import ADAM, ADAM_EMA, ROWS, SPLUS, Choice, Comparison, Row
 from benchmarks.steps_to_adam import Curve, Spread, seconds_per_step, spread, spread_text, steps_to, time_to
 from benchmarks.sweep import Outcomes
 

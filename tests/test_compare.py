@@ -18,7 +18,7 @@ from omegaconf import DictConfig
 
 from benchmarks import bracket
 from benchmarks.cells import ROOT, Cell, Outcome, earlier_outcome
-from benchmarks.plan import ADAM, ADAM_EMA, ROWS, SPLUS, Comparison
+from benchmarks.comparison import ADAM, ADAM_EMA, ROWS, SPLUS, Comparison
 from benchmarks.sweep import DirectoryInUse, only_user_of, run_cells
 
 Losses = Callable[[int], tuple[float | None, ...]]

@@ -13,7 +13,7 @@ from rich.console import Console
 
 from benchmarks import bracket
 from benchmarks.cells import Cell, Outcome, earlier_outcome
-from benchmarks.plan import ADAM, ADAM_EMA, SPLUS, SPLUS_LIVE, Comparison
+from benchmarks.comparison import ADAM, ADAM_EMA, SPLUS, SPLUS_LIVE, Comparison
 from benchmarks.report import write_report
 from benchmarks.table import Entry, entries, headline, notes, terminal_tables, write_cells_csv, write_comparison_csv
 
