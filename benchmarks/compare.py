@@ -16,8 +16,8 @@ from rich.console import Console
 
 from benchmarks.cells import ROOT, finished_earlier
 from benchmarks.command import SettingError, run_command, show_crashes, warn_of_other_code
-from benchmarks.machine import usable_cores
 from benchmarks.comparison import OPTIMIZERS, Comparison
+from benchmarks.machine import usable_cores
 from benchmarks.progress import Progress
 from benchmarks.sweep import Outcomes, run_cells
 from benchmarks.table import (

@@ -17,9 +17,9 @@ from markupsafe import Markup
 from omegaconf import OmegaConf
 
 from benchmarks.cells import code_digest, made_by_other_code
+from benchmarks.comparison import ADAM, SPLUS, Comparison
 from benchmarks.figures import draw, inline_svg, save_png
 from benchmarks.machine import processor, usable_cores
-from benchmarks.comparison import ADAM, SPLUS, Comparison
 from benchmarks.progress import summary
 from benchmarks.sweep import Outcomes
 from benchmarks.table import HEADINGS, Entry, headline, notes, reproduce, texts, title
