@@ -125,8 +125,10 @@ def check_group(group: Mapping[str, Any]) -> None:
         _require(_number(growth, "refresh_growth") > 1, "refresh_growth", growth, "above 1, or None for no early ones")
     for name, choices in _CHOICES.items():
         _require(group[name] in choices, name, group[name], "one of " + ", ".join(map(repr, choices)))
-    for option in ("split", "stacked"):
-        per_parameter(group, option)
+    per_parameter(group, "stacked")
+    for value in per_parameter(group, "split"):
+        sizes = value if isinstance(value, tuple) else () if value is None else (value,)
+        _require(all(isinstance(size, int) for size in sizes), "split", value, "an integer, a tuple of them or None")
     for value in per_parameter(group, "split_dim"):
         _require(value in (0, 1), "split_dim", value, "0 (rows) or 1 (columns)")
 

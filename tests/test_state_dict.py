@@ -464,6 +464,46 @@ def test_frozen_and_unused_parameters(mode: bool) -> None:
     assert runs[0] == runs[1]
 
 
+@pytest.mark.parametrize("named", [True, False])
+@pytest.mark.parametrize("saved_in", [True, False])
+@pytest.mark.parametrize("added_in", [True, False])
+def test_group_added_late_resumes_with_all_groups(added_in: bool, saved_in: bool, named: bool) -> None:
+    """A run that got a group on the way goes on in an optimizer made with both; adding that again is an error."""
+
+    def make() -> tuple[nn.Module, list[Any]]:
+        model = network()
+        return model, list(model.named_parameters() if named else model.parameters())
+
+    model, parameters = make()
+    optimizer = SPlus([{"params": parameters[:4], "lr": 0.1}], **BASE)
+    losses(model, optimizer, SHORT)
+    optimizer.train(added_in).add_param_group({"params": parameters[4:], "lr": 0.05})
+    losses(model, optimizer.train(), LONG)
+    optimizer.train(saved_in)
+    resumed, parameters = make()
+    restored = SPlus([{"params": parameters[:4]}, {"params": parameters[4:], "lr": 0.3}], **BASE)
+    resumed.load_state_dict(model.state_dict())
+    restored.load_state_dict(filed(optimizer.state_dict()))
+    assert [group["lr"] for group in restored.param_groups] == [0.1, 0.05]
+    with pytest.raises(ValueError, match="more than one parameter group"):
+        restored.add_param_group({"params": parameters[4:]})
+    assert losses(resumed, restored.train(), LONG) == losses(model, optimizer.train(), LONG)
+
+
+def test_groups_of_two_modes_are_refused() -> None:
+    """A file put together from groups in eval mode and in train mode has no weights for some of them."""
+
+    def make() -> SPlus:
+        return SPlus([{"params": [parameter]} for parameter in network().parameters()], **BASE)
+
+    optimizer, state_dict = make(), make().state_dict()
+    before = copy.deepcopy(optimizer.state_dict())
+    state_dict["param_groups"][3]["training"] = False
+    with pytest.raises(ValueError, match=r"training=\[True, True, True, False"):
+        optimizer.load_state_dict(state_dict)
+    assert differences(optimizer.state_dict(), before) == []
+
+
 # Files of something else
 
 
