@@ -322,6 +322,15 @@ class SPlus(Optimizer):
         hand: it keeps its dtype and device and shares nothing with ``state_dict``. Hyperparameters and mode come from
         the file, as for every torch optimizer; the model's weights are not touched, so load those of the same time.
 
+        To start afresh where a shape has changed, such as that of a new head, put the state at hand in its place (in
+        the mode of the file)::
+
+            fresh = optimizer.state_dict()["state"]
+            for i, state in fresh.items():
+                if state["average"].shape != saved["state"][i]["average"].shape:
+                    saved["state"][i] = state
+            optimizer.load_state_dict(saved)
+
         Raises:
             ValueError: groups, names, shapes or structural options differ; nothing has been changed then.
         """

@@ -936,20 +936,19 @@ def test_numbers_of_other_libraries(name: str) -> None:
         for group in (optimizer.param_groups[0], torch.load(file, weights_only=True)["param_groups"][0]):
             assert type(group[name]) is kind
             assert group[name] == value
-    assert weights_after(lambda ps: SPlus(ps, whiten=np.bool_(False)))[0].equal(
-        weights_after(lambda ps: SPlus(ps, whiten=False))[0]
-    )
 
 
-@pytest.mark.parametrize(("number", "truth"), [(0, False), (1, True)])
-def test_whiten_as_a_number(number: int, truth: bool) -> None:
-    """0 and 1, as Hydra's command line may pass them, are no and yes; 1 is not "auto"."""
-    number_given, truth_given = (
-        weights_after(lambda ps, value=value: SPlus(ps, whiten=value, max_preconditioner_dim=3))  # type: ignore[misc]
-        for value in (number, truth)
+@pytest.mark.parametrize(
+    ("number", "truth", "limit"), [(0, False, 9), (np.bool_(False), False, 9), (1, True, 3), (np.bool_(True), True, 3)]
+)
+def test_whiten_as_a_number(number: Any, truth: bool, limit: int) -> None:
+    """0 and 1, as Hydra's command line may pass them, are no and yes; neither is "auto"."""
+    given, expected, auto = (
+        weights_after(lambda ps, value=value: SPlus(ps, whiten=value, max_preconditioner_dim=limit))  # type: ignore[misc]
+        for value in (number, truth, "auto")
     )
-    assert same(number_given, truth_given)
-    assert not same(number_given, weights_after(lambda ps: SPlus(ps, whiten=not truth, max_preconditioner_dim=3)))
+    assert same(given, expected)
+    assert not same(given, auto)
 
 
 # Options changed on a group whose state is made

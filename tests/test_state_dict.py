@@ -1,9 +1,11 @@
 """Saving, loading, copying: a resumed or copied run is the uninterrupted one, and a wrong file changes nothing."""
 
 import copy
+import inspect
 import io
 import itertools
 import pickle
+import textwrap
 from collections.abc import Callable
 from typing import Any
 
@@ -577,6 +579,26 @@ def test_another_head_is_named_with_both_shapes() -> None:
     optimizer = SPlus(model.named_parameters())
     with pytest.raises(ValueError, match=r"'weight'.*\(20, 4\).*\(10, 4\)"):
         optimizer.load_state_dict(SPlus(other.named_parameters()).state_dict())
+
+
+@pytest.mark.parametrize("mode", [True, False])
+@pytest.mark.parametrize("kind", ["default", "groups"])
+def test_new_head_starts_afresh_as_documented(kind: str, mode: bool) -> None:
+    """The recipe of load_state_dict: what fits the file comes from it, a new head is as new, and both train on."""
+    recipe = textwrap.dedent((inspect.getdoc(SPlus.load_state_dict) or "").split("::\n")[1].split("Raises:")[0])
+    model, source = trained(kind)
+    resumed = network(seed=1)
+    resumed[9] = nn.Linear(6, 5)
+    optimizer = optimizer_of(resumed, kind).train(mode)
+    new = copy.deepcopy([optimizer.state[p] for p in resumed[9].parameters()])
+    saved = filed(source.train(mode).state_dict())
+    exec(recipe, {"optimizer": optimizer, "saved": saved})
+    for old, of in zip(model[:9].parameters(), resumed[:9].parameters()):
+        assert differences(optimizer.state[of], source.state[old]) == []
+    assert differences([optimizer.state[p] for p in resumed[9].parameters()], new) == []
+    resumed(draws(4, 2, 3, 3, dtype=torch.float32)).square().mean().backward()
+    optimizer.train().step()
+    assert [optimizer.state[resumed[i].weight]["step"] for i in (7, 9)] == [9, 1]
 
 
 # Names
