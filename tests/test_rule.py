@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from reference import Reference, draws, drive
+from reference import Reference, draws, drive, factor, orthogonal
 from torch import Tensor, nn
 
 from splus import PAPER, SPlus
@@ -19,16 +19,6 @@ from splus.update import (
 )
 
 DOUBLE = torch.float64
-
-
-def orthogonal(n: int, seed: int = 0) -> Tensor:
-    return torch.linalg.qr(draws(1, n, n, seed=seed)[0]).Q
-
-
-def factor(n: int, seed: int = 0) -> Tensor:
-    """A positive definite matrix with eigenvalues that are apart."""
-    Q = orthogonal(n, seed)
-    return (Q * torch.logspace(0, -2, n, dtype=DOUBLE)) @ Q.T
 
 
 def start_from_full_rank(optimizer: SPlus, parameter: Tensor, reference: Reference | None = None) -> None:
