@@ -1,5 +1,6 @@
 """Loading a state dict: everything is checked before anything is changed, then copied into the stacks."""
 
+import math
 import warnings
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
@@ -165,8 +166,8 @@ def _check_state(name: str, parameter: Tensor, live: Mapping[str, Any], saved: M
             "of torch.distributed.checkpoint is cut to what the optimizer at hand has: call its eval() before loading."
         )
     for key, value in saved.items():
-        if key == "step":
-            _check_step(name, value)
+        if key in ("step", "peak"):
+            _check_number(name, key, value)
             continue
         shape = live["average" if key == "weights" else key].shape
         if not isinstance(value, Tensor) or value.shape != shape:
@@ -177,13 +178,14 @@ def _check_state(name: str, parameter: Tensor, live: Mapping[str, Any], saved: M
             )
 
 
-def _check_step(name: str, value: Any) -> None:
+def _check_number(name: str, key: str, value: Any) -> None:
     try:
-        whole = int(value) == float(value) >= 0
+        right = 0 <= float(value) < math.inf and (key == "peak" or int(value) == float(value))
     except (TypeError, ValueError):
-        whole = False
-    if not whole:
-        raise ValueError(f"step of {name} is {value!r} in the loaded state dict; it counts updates: 0, 1, 2, …")
+        right = False
+    if not right:
+        meaning = {"step": "it counts updates: 0, 1, 2, …", "peak": "it is the size of gradients, 0 or more"}[key]
+        raise ValueError(f"{key} of {name} is {value!r} in the loaded state dict; {meaning}.")
 
 
 def _has_weights_in_model(parameter: Tensor, saved: Mapping[str, Any], training: bool) -> bool:

@@ -533,6 +533,7 @@ WRONG: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
     "another shape": (lambda sd: sd["state"][7].update(momentum=torch.zeros(4)), r"momentum of .*7 .*\(4,\).*\(3,\)"),
     "a number for a tensor": (lambda sd: sd["state"][7].update(momentum=0.0), "momentum of .*7 "),
     "no number for the steps": (lambda sd: sd["state"][7].update(step="many"), "step of .*7 "),
+    "a size that is not finite": (lambda sd: sd["state"][0].update(peak=float("nan")), "peak of .*nan"),
     "eval mode, without the weights": (lambda sd: sd["param_groups"][0].update(training=False), "weights"),
     "limit": (lambda sd: optimizer_of(network(), max_preconditioner_dim=5).state_dict(), "max_preconditioner_dim=5"),
     "whiten": (lambda sd: optimizer_of(network(), whiten="2d").state_dict(), "whiten='2d'"),
