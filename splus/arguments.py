@@ -22,6 +22,7 @@ PAPER: Mapping[str, Any] = MappingProxyType(
         "step_norm": "frobenius",
         "whiten": "2d",
         "oversized": "published",
+        "sides": "both",
         "refresh_method": "eigh",
         "refresh_growth": None,
         "spread_refreshes": False,
@@ -44,7 +45,7 @@ STRUCTURAL = (
 _CHOICES: dict[str, tuple[object, ...]] = {
     "whiten": (True, False, "auto", "2d"),
     "oversized": ("blocks", "unrotated", "published"),
-    "sides": ("both", "shorter"),
+    "sides": ("auto", "both", "shorter"),
     "step_norm": ("spectral", "frobenius"),
     "step_scale": ("shape", "fan_in", "none"),
     "matmul_dtype": (None, torch.bfloat16, torch.float16, torch.float32, torch.float64),

@@ -74,7 +74,8 @@ class SPlus(Optimizer):
         stacked: the leading dimensions count matrices, as in (experts, m, n); otherwise (out, in, *k) is out × in·k.
         oversized: a side beyond ``max_preconditioner_dim`` is cut into "blocks" or left "unrotated"; "published" is
             what the authors' file does.
-        sides: "both" of a matrix are rotated, or the "shorter" one alone (the rows of a square).
+        sides: "both" of a matrix are rotated, or the "shorter" one alone (the rows of a square); "auto", both unless
+            one is more than 100 times the other, as in LoRA factors.
         matmul_dtype: of the bases and of the products that rotate by them, such as torch.bfloat16; None for fp32 (fp64
             for fp64 parameters). Factors and decompositions stay fp32.
         refresh_method: "qr", a warm-started orthogonal iteration (the first basis is decomposed in full); "eigh", full
@@ -133,7 +134,7 @@ class SPlus(Optimizer):
         split_dim: int | list[int] = 0,
         stacked: bool | list[bool] = False,
         oversized: Oversized = "blocks",
-        sides: Sides = "both",
+        sides: Sides = "auto",
         matmul_dtype: torch.dtype | None = None,
         refresh_method: str = "qr",
         refresh_growth: float | None = 1.15,

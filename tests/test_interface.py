@@ -204,7 +204,7 @@ PER_GROUP: dict[str, tuple[Any, Any]] = {
     "elementwise_scale": (0.01, 0.1),
     "whiten": (True, False),
     "oversized": ("blocks", "unrotated"),
-    "sides": ("both", "shorter"),
+    "sides": ("auto", "shorter"),
     "matmul_dtype": (None, torch.float32),
     "width_power": (0.0, 1.0),
     "scale_weight_decay": (True, False),
