@@ -10,7 +10,14 @@ from torch import Tensor
 from torch._compile import _disable_dynamo
 from torch.optim.optimizer import Optimizer, ParamsT
 
-from splus.arguments import check_gradient, check_group, check_unchanged, make_plain, refuse_unsupported
+from splus.arguments import (
+    check_gradient,
+    check_group,
+    check_not_flattened,
+    check_unchanged,
+    make_plain,
+    refuse_unsupported,
+)
 from splus.averaging import keep_weights, put_back_weights, put_in_averages
 from splus.books import GroupBooks
 from splus.loading import load_optimizer_state
@@ -343,6 +350,8 @@ class SPlus(Optimizer):
             books.are_of(group, self.state) for books, group in zip(self._books, groups)
         ):
             return
+        for books, group in zip(self._books, groups):
+            check_not_flattened(group, [books.names[position] for position in books.layouts], self.state)
         listed = {parameter for group in groups for parameter in group["params"]}
         for parameter in [parameter for parameter in self.state if parameter not in listed]:
             if not self.training:
