@@ -8,7 +8,15 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
-from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    Trainer,
+    TrainerCallback,
+    TrainerControl,
+    TrainerState,
+    TrainingArguments,
+)
 
 from splus import SPlus, param_groups
 from splus.integrations.transformers import AveragedWeights
@@ -33,8 +41,18 @@ def optimizer_of(model: nn.Module) -> SPlus:
     return SPlus(param_groups(model), lr=0.3, ema_decay=0.8)
 
 
-def train(directory: Path, resume: Path | None = None, **options: Any) -> Trainer:
-    """Two epochs of five steps in the given order, at a constant rate."""
+class Stop(TrainerCallback):
+    """Ends training after a step."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        control.should_training_stop = state.global_step >= self.step
+
+
+def train(directory: Path, resume: Path | None = None, last: int = STEPS, **options: Any) -> Trainer:
+    """Two epochs of five steps in the given order, at a constant rate, or fewer steps."""
     settings = {
         "per_device_train_batch_size": BATCH,
         "num_train_epochs": 2,
@@ -56,7 +74,7 @@ def train(directory: Path, resume: Path | None = None, **options: Any) -> Traine
         train_dataset=ROWS[: STEPS // 2 * BATCH],
         eval_dataset=ROWS,
         optimizers=(optimizer, None),
-        callbacks=[AveragedWeights()],
+        callbacks=[Stop(last), AveragedWeights()],
     )
     trainer.train(resume_from_checkpoint=None if resume is None else str(resume))
     return trainer
@@ -129,9 +147,11 @@ def test_training_is_the_plain_loop_and_evaluates_its_averages(dtype: torch.dtyp
 
 
 def test_accumulated_gradients(tmp_path: Path) -> None:
-    """Two batches of two for each step are those of the loop that adds up their gradients."""
+    """Two batches of two for each step are those of the loop that adds up their gradients; the averages are left."""
     trainer = train(tmp_path, per_device_train_batch_size=2, gradient_accumulation_steps=2, save_strategy="no")
-    assert same(weights_of(trainer), plain_loop(parts=2)[-1].weights)
+    last = plain_loop(parts=2)[-1]
+    assert same(bits(trainer.model), last.averages)
+    assert same(weights_of(trainer), last.weights)
 
 
 SAVED = {
@@ -158,14 +178,15 @@ def test_checkpoints_hold_the_averages_and_continue_from_the_weights(when: str, 
             assert same(weights_of(resumed), moments[-1].weights)
 
 
-def test_best_model_stays_in_place_after_training(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("last", "evaluated"), [(STEPS, (4, 8, STEPS)), (6, (4,))])
+def test_best_model_stays_in_place_after_training(last: int, evaluated: tuple[int, ...], tmp_path: Path) -> None:
     """Evaluating and saving after load_best_model_at_end uses the best checkpoint and not the last averages."""
     moments = plain_loop()
-    options = {"metric_for_best_model": "loss", "load_best_model_at_end": True}
-    trainer = train(tmp_path, eval_strategy="steps", save_strategy="steps", **options)
-    losses = {step: evaluation_loss(moments[step].averages) for step in (4, 8, STEPS)}
+    options = {"eval_strategy": "steps", "save_strategy": "steps", "load_best_model_at_end": True}
+    trainer = train(tmp_path, last=last, metric_for_best_model="loss", **options)
+    losses = {step: evaluation_loss(moments[step].averages) for step in evaluated}
     best = min(losses, key=losses.__getitem__)
-    assert trainer.state.best_global_step == best != STEPS
+    assert trainer.state.best_global_step == best != last
     assert same(bits(trainer.model), moments[best].averages)
     assert trainer.evaluate()["eval_loss"] == losses[best]
     trainer.save_model(str(tmp_path / "final"))

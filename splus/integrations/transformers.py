@@ -24,5 +24,3 @@ class AveragedWeights(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, optimizer: Any = None, **_: Any
     ) -> None:
         optimizer.eval()
-
-    on_train_end = on_epoch_end
