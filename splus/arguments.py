@@ -1,7 +1,7 @@
 """The arguments of SPlus: their defaults where a measurement chose them, the published ones, and their checks."""
 
 import operator
-from collections.abc import Mapping, MutableMapping, Sequence
+from collections.abc import Collection, Mapping, MutableMapping, Sequence
 from types import MappingProxyType
 from typing import Any, SupportsIndex
 
@@ -157,6 +157,25 @@ def check_parameter(parameter: Tensor, name: str) -> None:
         )
     if not parameter.is_floating_point():
         raise ValueError(f"{name} has dtype {parameter.dtype}; SPlus updates floating-point parameters.")
+    if getattr(parameter, "_is_flat_param", False):
+        raise ValueError(
+            f"{name} is a flat parameter of FullyShardedDataParallel with {parameter.numel()} entries; SPlus needs the "
+            "shapes of matrices. Shard with torch.distributed.fsdp.fully_shard, or use DistributedDataParallel."
+        )
+
+
+def check_not_flattened(group: Mapping[str, Any], names: Collection[str], known: Collection[Tensor]) -> None:
+    """Raise if one new vector has taken the place of a group's whitened parameters, called ``names``.
+
+    That is how ZeRO of DeepSpeed, and master weights of other wrappers, take over an optimizer.
+    """
+    parameters = group["params"]
+    if names and len(parameters) == 1 and parameters[0].ndim == 1 and parameters[0] not in known:
+        raise RuntimeError(
+            f"One flat vector of {parameters[0].numel()} entries has taken the place of {', '.join(names)}, as ZeRO of "
+            "DeepSpeed does it; SPlus needs the shapes of matrices. Use DistributedDataParallel or fully_shard, or put "
+            "vectors of your own into a group of their own with add_param_group."
+        )
 
 
 def check_unchanged(parameter: Tensor, name: str, dtype: torch.dtype, device: torch.device) -> None:

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch._compile import _disable_dynamo
 from torch.optim.optimizer import Optimizer, ParamsT
 
-from splus.arguments import check_group, make_plain, refuse_unsupported
+from splus.arguments import check_group, check_not_flattened, make_plain, refuse_unsupported
 from splus.averaging import keep_weights, put_back_weights, put_in_averages
 from splus.books import GroupBooks
 from splus.gradients import usable_gradients
@@ -343,6 +343,8 @@ class SPlus(Optimizer):
             books.are_of(group, self.state) for books, group in zip(self._books, groups)
         ):
             return
+        for books, group in zip(self._books, groups):
+            check_not_flattened(group, [books.names[position] for position in books.layouts], self.state)
         renewed = [GroupBooks(group, index) for index, group in enumerate(groups)]
         linked = [books.linked_state(self.state) for books in renewed]
         listed = {parameter for group in groups for parameter in group["params"]}

@@ -1,4 +1,4 @@
-"""Lightning's Trainer with the callback: it trains as a plain loop does, and validates and saves the averaged weights."""
+"""Lightning's Trainer with the callback: it trains as a plain loop does, and validates and saves the averages."""
 
 import importlib
 import sys
@@ -179,7 +179,7 @@ def test_checkpoints_hold_the_averages_and_continue_from_the_weights(when: str, 
 
 
 def test_checkpoint_written_by_hand_between_batches(tmp_path: Path) -> None:
-    """trainer.save_checkpoint in a hook of one's own saves the averaged weights and leaves the raw ones in the model."""
+    """trainer.save_checkpoint in a hook of one's own saves the averages and leaves the raw weights in the model."""
     moments, seen = plain_loop(), []
 
     def save(trainer: pl.Trainer, module: Module, *_: Any) -> None:

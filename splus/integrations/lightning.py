@@ -7,7 +7,7 @@ from typing import Any
 try:
     from lightning.pytorch import Callback, LightningModule, Trainer
 except ImportError:
-    from pytorch_lightning import Callback, LightningModule, Trainer
+    from pytorch_lightning import Callback, LightningModule, Trainer  # type: ignore[assignment]
 
 from splus.optimizer import SPlus
 
@@ -26,26 +26,37 @@ class AveragedWeights(Callback):
         if getattr(trainer.save_checkpoint, "func", None) is not _save_averaged:
             setattr(trainer, "save_checkpoint", partial(_save_averaged, trainer, trainer.save_checkpoint))  # noqa: B010
 
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def on_train_start(self, trainer: Trainer, *_: Any) -> None:
         if not _optimizers(trainer):
+            given = [type(optimizer).__name__ for optimizer in trainer.optimizers]
             raise ValueError(
-                f"AveragedWeights found no SPlus among the optimizers {[type(o).__name__ for o in trainer.optimizers]}; "
+                f"AveragedWeights found no SPlus among the optimizers {given}; "
                 "return one from configure_optimizers, or leave the callback out."
             )
 
     def on_train_batch_start(self, trainer: Trainer, *_: Any) -> None:
-        for optimizer in _optimizers(trainer):
-            optimizer.train()
+        _switch(trainer, True)
 
-    def _eval(self, trainer: Trainer, *_: Any) -> None:
-        for optimizer in _optimizers(trainer):
-            optimizer.eval()
+    def on_validation_start(self, trainer: Trainer, *_: Any) -> None:
+        _switch(trainer, False)
 
-    on_validation_start = on_train_epoch_end = on_train_end = on_exception = _eval
+    def on_train_epoch_end(self, trainer: Trainer, *_: Any) -> None:
+        _switch(trainer, False)
+
+    def on_train_end(self, trainer: Trainer, *_: Any) -> None:
+        _switch(trainer, False)
+
+    def on_exception(self, trainer: Trainer, *_: Any) -> None:
+        _switch(trainer, False)
 
 
 def _optimizers(trainer: Trainer) -> list[SPlus]:
     return [optimizer for optimizer in trainer.optimizers if isinstance(optimizer, SPlus)]
+
+
+def _switch(trainer: Trainer, mode: bool) -> None:
+    for optimizer in _optimizers(trainer):
+        optimizer.train(mode)
 
 
 def _save_averaged(trainer: Trainer, save: Any, *args: Any, **kwargs: Any) -> None:
