@@ -208,6 +208,17 @@ def test_spectral_factor_is_one_power_iteration() -> None:
     assert start_vector(7).norm().item() == pytest.approx(1)
 
 
+def test_a_direction_that_turns_away_from_the_power_iteration_is_normalized() -> None:
+    """No step is longer than asked for when U v is zero, as of small matrices of signs, and the next is exact again."""
+    U, v = torch.ones(1, 2, 2, dtype=DOUBLE), torch.tensor([[1.0, -1.0]], dtype=DOUBLE) / 2**0.5
+    for _ in range(2):
+        size, v = spectral_factor(U, v)
+        assert size.item() * torch.linalg.matrix_norm(U, 2).item() == pytest.approx(0.5, rel=1e-14)
+    torch.testing.assert_close(v.abs(), torch.full_like(v, 0.5**0.5), rtol=1e-14, atol=0)
+    halves = torch.tensor([[[1.0, 1.0], [0.0, 0.0]]], dtype=DOUBLE)
+    assert spectral_factor(halves, torch.tensor([[1.0, -1.0]], dtype=DOUBLE) / 2**0.5)[0].item() == 0.25
+
+
 def test_elementwise_parameters_move_by_their_constant() -> None:
     """An entry of a parameter that is not whitened moves by lr · elementwise_scale, or not at all for a zero."""
     parameter = nn.Parameter(torch.zeros(4, dtype=DOUBLE))
