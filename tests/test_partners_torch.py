@@ -58,6 +58,7 @@ def test_batch_statistics_of_a_copy_with_the_averages() -> None:
             with optimizer.averaged():
                 copied = copy.deepcopy(model)
                 stale = loss_of(copy.deepcopy(model).eval(), INPUTS.flatten(0, 1))
+            assert torch.equal(copied[0].weight, optimizer.state[model[0].weight]["average"])
             update_bn(INPUTS, copied)
             assert loss_of(copied.eval(), INPUTS.flatten(0, 1)) < stale
         train(model, optimizer)
