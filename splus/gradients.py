@@ -49,18 +49,21 @@ def usable_gradients(all_books: Sequence[GroupBooks]) -> tuple[list[dict[int, Te
 def gradient_sizes(gradients: Mapping[int, Tensor]) -> dict[int, float]:
     """The norm of each gradient, or its largest entry where squares may be out of range; not finite if it is not.
 
-    One synchronisation, and one more for each gradient that is zero or beyond 2**±40.
+    One synchronisation, and one more if there are gradients that are zero or beyond 2**±40.
     """
-    sizes: dict[int, float] = {}
-    for dtype in {state_dtype(gradient.dtype) for gradient in gradients.values()}:
-        chosen = {i: gradient for i, gradient in gradients.items() if state_dtype(gradient.dtype) == dtype}
-        norms = torch._foreach_norm(list(chosen.values()), 2, dtype)
-        sizes |= zip(chosen, torch.stack([norm.to(norms[0].device) for norm in norms]).tolist())
-    for position, norm in sizes.items():
-        if norm < 2.0**-ORDINARY or norm > 2.0**ORDINARY:
-            least, largest = torch.aminmax(gradients[position])
-            sizes[position] = max(-least.item(), largest.item())
-    return sizes
+    sizes = _norms(gradients, 2)
+    extreme = {i: gradients[i] for i, norm in sizes.items() if norm < 2.0**-ORDINARY or norm > 2.0**ORDINARY}
+    return sizes | _norms(extreme, math.inf)
+
+
+def _norms(tensors: Mapping[int, Tensor], order: float) -> dict[int, float]:
+    """The norm of this order of each tensor, computed in the dtype of its state."""
+    norms: dict[int, float] = {}
+    for dtype in {state_dtype(tensor.dtype) for tensor in tensors.values()}:
+        chosen = {i: tensor for i, tensor in tensors.items() if state_dtype(tensor.dtype) == dtype}
+        found = torch._foreach_norm(list(chosen.values()), order, dtype)
+        norms |= zip(chosen, torch.stack([norm.to(found[0].device) for norm in found]).tolist())
+    return norms
 
 
 def scale_exponent(peak: float, dtype: torch.dtype) -> int:
@@ -76,8 +79,8 @@ def follow_size(state: dict[str, Any], size: float, betas: tuple[float, float]) 
     """Take a gradient's size into ``state["peak"]``, what the state remembers of the largest; return k.
 
     The peak decays as the slower of the momentum and of the root of the factors, but not under a gradient of zero, so
-    that the momentum fades from fp32's range then. Where k changes, momentum and factors
-    are rescaled in place, which is exact.
+    that the momentum fades from fp32's range then. Where k changes, momentum and factors are rescaled in place, which
+    is exact.
     """
     dtype = state["average"].dtype
     before = scale_exponent(state["peak"], dtype)

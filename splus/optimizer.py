@@ -226,8 +226,9 @@ class SPlus(Optimizer):
 
         Raises:
             RuntimeError: in eval mode; for a sparse gradient; after repeated faults, naming the parameter.
-            torch.OutOfMemoryError: before the update, which leaves everything as it was; in a refresh of bases, after
-                the update is whole, with the bases there were. Scratch memory and copies are made before the update.
+            torch.OutOfMemoryError: scratch memory and copies are made before the update, which leaves everything as it
+                was; within the update it can only come from the batch at hand, whose parameters may be half updated;
+                in a refresh of bases the update is whole, and the bases are the old ones.
         """
         if not self.training:
             raise RuntimeError(

@@ -14,6 +14,7 @@ from splus.gradients import follow_size
 from splus.plan import Slot
 from splus.precision import full_precision
 from splus.scaling import elementwise_step
+from splus.update import sign_from
 from splus.workspace import Workspace
 
 Group = Mapping[str, Any]
@@ -91,7 +92,7 @@ def _step_elementwise(
     shape = prepared.books.parameters[rows[0][0]].shape  # the whole batch has rows of this length
     scale = elementwise_step(shape, group["elementwise_scale"], group["width_power"])
     momenta = [_rows(of["momentum"], chosen) for of, (_, chosen) in zip(states, rows)]
-    updates = _like(momenta, workspace)
+    flat, updates = _like(momenta, workspace)
     torch._foreach_copy_(updates, [_rows(prepared.gradients[position], chosen) for position, chosen in rows])
     if group["maximize"]:
         torch._foreach_neg_(updates)
@@ -100,9 +101,7 @@ def _step_elementwise(
     torch._foreach_lerp_(momenta, updates, 1 - group["betas"][0])
     torch._foreach_copy_(updates, momenta)
     # Decay never takes a denormal number to zero: rounding keeps it, and its sign would step for ever.
-    torch._foreach_div_(updates, torch.finfo(updates[0].dtype).tiny)
-    torch._foreach_trunc_(updates)
-    torch._foreach_sign_(updates)
+    sign_from(flat, torch.finfo(flat.dtype).tiny)
     _apply(
         group,
         scale,
@@ -213,8 +212,8 @@ def _rows(tensor: Tensor, chosen: slice | None) -> Tensor:
     return tensor if chosen is None else tensor[chosen]
 
 
-def _like(tensors: list[Tensor], workspace: Workspace) -> list[Tensor]:
-    """Scratch tensors of the same shapes, one after the other in the workspace."""
+def _like(tensors: list[Tensor], workspace: Workspace) -> tuple[Tensor, list[Tensor]]:
+    """Scratch memory, flat and as tensors of the same shapes, one after the other in it."""
     sizes = [tensor.numel() for tensor in tensors]
     flat, _ = workspace.pair((sum(sizes),), tensors[0].dtype, tensors[0].device)
-    return [piece.view(tensor.shape) for piece, tensor in zip(flat.split(sizes), tensors)]
+    return flat, [piece.view(tensor.shape) for piece, tensor in zip(flat.split(sizes), tensors)]

@@ -51,7 +51,11 @@ def sign_above_noise(X: Tensor, eps: float) -> Tensor:
     if eps == 0:
         return X.sign_()
     norm = torch.linalg.vector_norm(X, dim=(-2, -1), keepdim=True, dtype=torch.promote_types(X.dtype, torch.float32))
-    threshold = (eps * norm).to(X.dtype).clamp_min_(torch.finfo(X.dtype).tiny)
+    return sign_from(X, (eps * norm).to(X.dtype).clamp_min_(torch.finfo(X.dtype).tiny))
+
+
+def sign_from(X: Tensor, threshold: Tensor | float) -> Tensor:
+    """In place, the sign of every entry of X, 0 where its size is below ``threshold``, a normal number or several."""
     # Truncated towards zero, whatever is below its threshold is 0; two passes in place and no mask.
     return torch.div(X, threshold, rounding_mode="trunc", out=X).sign_()
 

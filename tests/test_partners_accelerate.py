@@ -8,6 +8,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState, PartialState
+from partners import bits, loss_of, network, optimizer_of, same
 from torch import Tensor, nn
 
 from splus import SPlus
@@ -21,19 +22,6 @@ def _fresh_accelerate() -> Iterator[None]:
     yield
     for state in (AcceleratorState, GradientState, PartialState):
         state._reset_state()
-
-
-def network() -> nn.Module:
-    torch.manual_seed(1)
-    return nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 1))
-
-
-def optimizer_of(model: nn.Module) -> SPlus:
-    return SPlus(model.named_parameters(), lr=0.3, ema_decay=0.8)
-
-
-def loss_of(model: nn.Module, x: Tensor) -> Tensor:
-    return (model(x) - x.sum(1, keepdim=True)).square().mean()
 
 
 def prepared(**options: Any) -> tuple[Accelerator, nn.Module, Any, SPlus]:
@@ -58,7 +46,7 @@ def train(accelerator: Accelerator, model: nn.Module, optimizer: Any, batches: T
     return losses
 
 
-def plain_loop(accumulate: int = 1) -> tuple[list[Tensor], list[Tensor]]:
+def plain_loop(accumulate: int = 1) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     model = network()
     optimizer = optimizer_of(model)
     for number, x in enumerate(INPUTS, start=1):
@@ -70,14 +58,6 @@ def plain_loop(accumulate: int = 1) -> tuple[list[Tensor], list[Tensor]]:
     weights = bits(model)
     optimizer.eval()
     return weights, bits(model)
-
-
-def bits(model: nn.Module) -> list[Tensor]:
-    return [parameter.detach().clone() for parameter in model.parameters()]
-
-
-def same(a: list[Tensor], b: list[Tensor]) -> bool:
-    return len(a) == len(b) and all(map(torch.equal, a, b))
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])

@@ -10,6 +10,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.callbacks import LambdaCallback, ModelCheckpoint, OnExceptionCheckpoint
+from partners import bits, loss_of, network, optimizer_of, same
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
@@ -22,19 +23,6 @@ INPUTS = torch.randn(EPOCHS, BATCHES, 4, 5, generator=torch.Generator().manual_s
 LOADER = DataLoader(range(1))  # one batch, for validation
 
 pytestmark = pytest.mark.filterwarnings("ignore")
-
-
-def network() -> nn.Module:
-    torch.manual_seed(1)
-    return nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 1))
-
-
-def optimizer_of(model: nn.Module) -> SPlus:
-    return SPlus(model.named_parameters(), lr=0.3, ema_decay=0.8)
-
-
-def loss_of(model: nn.Module, x: Tensor) -> Tensor:
-    return (model(x) - x.sum(1, keepdim=True)).square().mean()
 
 
 class Module(pl.LightningModule):
@@ -124,14 +112,6 @@ def plain_loop(accumulate: int = 1, clip: bool = True) -> list[Moment]:
             optimizer.zero_grad()
             note()
     return moments
-
-
-def bits(model: nn.Module) -> dict[str, Tensor]:
-    return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
-
-
-def same(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> bool:
-    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
 
 def averages_in(checkpoint: Mapping[str, Any]) -> dict[str, Tensor]:

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 import torch.distributed as dist
+from partners import loss_of, network, optimizer_of
 from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.optim import ZeroRedundancyOptimizer
@@ -16,19 +17,6 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, update_bn
 from splus import SPlus
 
 INPUTS = torch.randn(12, 16, 5, generator=torch.Generator().manual_seed(0))
-
-
-def network() -> nn.Sequential:
-    torch.manual_seed(1)
-    return nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 1))
-
-
-def optimizer_of(model: nn.Module) -> SPlus:
-    return SPlus(model.named_parameters(), lr=0.3, ema_decay=0.8, weight_decay=0.0)
-
-
-def loss_of(model: nn.Module, x: Tensor) -> Tensor:
-    return (model(x) - x.sum(1, keepdim=True)).square().mean()
 
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, batches: Tensor = INPUTS) -> None:
@@ -70,7 +58,7 @@ def test_compiled_model_follows_the_switch() -> None:
     """What torch.compile made before the steps computes with the weights that are in the model now."""
     model = network()
     compiled = torch.compile(model, backend="eager")
-    optimizer = optimizer_of(compiled)
+    optimizer = optimizer_of(compiled, weight_decay=0.0)
     train(compiled, optimizer)
     outputs = []
     with torch.no_grad():
@@ -86,8 +74,8 @@ def test_compiled_model_follows_the_switch() -> None:
 def test_gradients_of_functional_calls() -> None:
     """torch.func's gradients, put into .grad, train as those of backward do."""
     model, functional = network(), network()
-    train(model, optimizer_of(model))
-    optimizer = optimizer_of(functional)
+    train(model, optimizer_of(model, weight_decay=0.0))
+    optimizer = optimizer_of(functional, weight_decay=0.0)
     for x in INPUTS:
         parameters = {name: parameter.detach() for name, parameter in functional.named_parameters()}
         gradient = torch.func.grad(lambda at, x=x: loss_of(lambda x: functional_call(functional, at, (x,)), x))
@@ -101,7 +89,7 @@ def test_parametrized_weights_follow_the_switch() -> None:
     """A weight that is computed from parameters is computed from their averages in eval mode."""
     model = network()
     parametrizations.weight_norm(model[0])
-    optimizer = optimizer_of(model)
+    optimizer = optimizer_of(model, weight_decay=0.0)
     train(model, optimizer)
     original = model[0].parametrizations.weight
     for switch in (optimizer.eval, optimizer.train):
@@ -115,7 +103,7 @@ def test_tied_weights_switch_once() -> None:
     """A weight with two names is one parameter in both modes."""
     model = nn.Sequential(nn.Linear(5, 5), nn.Tanh(), nn.Linear(5, 5))
     model[2].weight = model[0].weight
-    optimizer = optimizer_of(model)
+    optimizer = optimizer_of(model, weight_decay=0.0)
     train(model, optimizer)
     raw = model[0].weight.detach().clone()
     with optimizer.averaged():
@@ -128,7 +116,7 @@ def test_averaged_model_beside_the_optimizers_own() -> None:
     """AveragedModel, fed in train mode, is an average of the raw weights of its own, and does not disturb the run."""
     model, plain = network(), network()
     other = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.8))
-    optimizer = optimizer_of(model)
+    optimizer = optimizer_of(model, weight_decay=0.0)
     expected: list[Tensor] = []
     for x in INPUTS:
         train(model, optimizer, x[None])
@@ -138,7 +126,7 @@ def test_averaged_model_beside_the_optimizers_own() -> None:
         news = [parameter.detach().clone() for parameter in model.parameters()]
         expected = [old.lerp(new, 1 - 0.8) for old, new in zip(expected, news)] if expected else news
     torch.testing.assert_close([p.detach() for p in other.module.parameters()], expected)
-    train(plain, optimizer_of(plain))
+    train(plain, optimizer_of(plain, weight_decay=0.0))
     assert same(bits(model), bits(plain))
 
 
@@ -157,7 +145,7 @@ def test_zero_redundancy_optimizer_on_one_process() -> None:
         model.parameters(), optimizer_class=SPlus, lr=0.3, ema_decay=0.8, weight_decay=0.0
     )
     train(model, sharded)
-    optimizer = optimizer_of(plain)
+    optimizer = optimizer_of(plain, weight_decay=0.0)
     train(plain, optimizer)
     assert same(bits(model), bits(plain))
     with sharded.optim.averaged(), optimizer.averaged():
@@ -177,7 +165,7 @@ def partition(optimizer: SPlus) -> None:
 def test_flat_partitions_are_refused() -> None:
     """A matrix whose shape is lost cannot be whitened, and says so instead of taking the elementwise rule."""
     model = network()
-    optimizer = optimizer_of(model)
+    optimizer = optimizer_of(model, weight_decay=0.0)
     partition(optimizer)
     for group in optimizer.param_groups:
         group["params"][0].grad = torch.ones_like(group["params"][0])
@@ -228,7 +216,7 @@ def test_flat_parameters_of_fsdp_are_refused() -> None:
 def test_mode_is_visible_through_every_wrapper() -> None:
     """A wrapper that swallows eval() is found out: training, the groups and the printed optimizer tell the mode."""
     model = network()
-    optimizer = optimizer_of(model)
+    optimizer = optimizer_of(model, weight_decay=0.0)
     train(model, optimizer)
     assert optimizer.training
     assert all(group["training"] for group in optimizer.param_groups)

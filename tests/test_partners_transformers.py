@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from partners import bits, same
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import (
@@ -121,14 +122,6 @@ def evaluation_loss(averages: Mapping[str, Tensor]) -> float:
     return torch.stack(losses).repeat_interleave(8).numpy().mean().item()
 
 
-def bits(model: nn.Module) -> dict[str, Tensor]:
-    return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
-
-
-def same(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> bool:
-    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
-
-
 def weights_of(trainer: Trainer) -> dict[str, Tensor]:
     trainer.optimizer.train()
     return bits(trainer.model)
@@ -205,3 +198,11 @@ def test_optimizer_that_the_trainer_makes(tmp_path: Path) -> None:
     trainer.train()
     assert not same(bits(model), before)
     assert [group["weight_decay"] for group in trainer.optimizer.param_groups] == [0.0, 0.0]
+
+
+def test_callback_without_the_optimizer_is_refused(tmp_path: Path) -> None:
+    """A callback that would do nothing says so."""
+    settings = TrainingArguments(str(tmp_path), max_steps=1, use_cpu=True, report_to="none", disable_tqdm=True)
+    trainer = Trainer(network(), settings, train_dataset=ROWS, callbacks=[AveragedWeights()])
+    with pytest.raises(ValueError, match="found the optimizer AdamW and no SPlus"):
+        trainer.train()

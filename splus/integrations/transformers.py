@@ -4,6 +4,8 @@ from typing import Any
 
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
+from splus.optimizer import SPlus
+
 
 class AveragedWeights(TrainerCallback):
     """Has the averaged weights in the model whenever it is saved, and after training.
@@ -13,6 +15,16 @@ class AveragedWeights(TrainerCallback):
 
     Give it last, after callbacks that ask for checkpoints of their own.
     """
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, optimizer: Any = None, **_: Any
+    ) -> None:
+        own = getattr(optimizer, "optimizer", optimizer)  # Accelerate's wrapper switches nothing that has no eval()
+        if not isinstance(own, SPlus):
+            raise ValueError(
+                f"AveragedWeights found the optimizer {type(own).__name__} and no SPlus; give the Trainer one in "
+                "optimizers=(optimizer, scheduler), or leave the callback out."
+            )
 
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, optimizer: Any = None, **_: Any
