@@ -276,6 +276,20 @@ def test_loading_moves_no_weight(saved_mode: bool, live_mode: bool, dtype: torch
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+def test_frozen_parameters_keep_their_weights_through_a_load_in_eval_mode(dtype: torch.dtype) -> None:
+    """Those that never trained too: the loaded state has the entries of the saved one, and training begins from it."""
+    parameter = nn.Parameter(draws(1, 4, 4, dtype=dtype)[0], requires_grad=False)
+    optimizer = SPlus([parameter])
+    before = parameter.clone()
+    saved = copy.deepcopy(optimizer.eval().state_dict())
+    parameter.data.zero_()
+    optimizer.load_state_dict(saved)
+    assert optimizer.state_dict()["state"][0].keys() == saved["state"][0].keys()
+    optimizer.train()
+    assert torch.equal(parameter, before)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("mode", [True, False])
 def test_loaded_state_is_not_shared(mode: bool, dtype: torch.dtype) -> None:
     """Two optimizers in one process share no memory after a load; training one leaves the other alone."""
