@@ -74,21 +74,33 @@ def refuse_unsupported(*, decoupled_weight_decay: bool, **given: object) -> None
 
 
 def make_plain(group: MutableMapping[str, Any]) -> None:
-    """In place, options as Python's own values, which every loader admits.
+    """In place, options as Python's own values, which every loader admits; a learning rate may stay a tensor.
 
-    A configuration's list is one value, a tuple of sections; integers of other libraries become integers.
+    A configuration's list is one value, a tuple of sections; numbers of other libraries become Python's.
     """
-
-    def plain(value: Any) -> Any:
-        if isinstance(value, list):
-            return [plain(entry) for entry in value]
-        return tuple(value) if isinstance(value, Sequence) else value
-
-    for option in ("split", "split_dim", "stacked"):
-        group[option] = plain(group[option])
+    for option, value in group.items():
+        if option in ("split", "split_dim", "stacked"):
+            group[option] = _plain(value)
+        elif option not in ("params", "param_names"):
+            group[option] = _plain_number(value)
     for option in ("precondition_frequency", "max_preconditioner_dim"):
         if isinstance(group[option], SupportsIndex):
             group[option] = operator.index(group[option])
+    if group["whiten"] in (0, 1):
+        group["whiten"] = bool(group["whiten"])
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_plain(entry) for entry in value]
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return tuple(_plain_number(entry) for entry in value)
+    return _plain_number(value)
+
+
+def _plain_number(value: Any) -> Any:
+    """The Python number that a scalar of numpy or the like is; anything else as it is."""
+    return value.item() if getattr(value, "ndim", None) == 0 and not isinstance(value, Tensor) else value
 
 
 def check_group(group: Mapping[str, Any]) -> None:
@@ -126,8 +138,10 @@ def _require(holds: bool, name: str, value: object, required: str) -> None:
 
 def _number(value: Any, name: str) -> float:
     try:
+        if isinstance(value, str):
+            raise TypeError
         return float(value)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, RuntimeError):  # the last for a complex tensor
         raise ValueError(f"Invalid {name}: {value!r} is given; it must be a number.") from None
 
 

@@ -47,11 +47,15 @@ def put_in_averages(parameters: Iterable[Tensor], state: State) -> None:
 
 
 def put_back_weights(parameters: Iterable[Tensor], state: State) -> None:
-    """Put the weights being trained back into the model, bit for bit."""
+    """Put the weights being trained back into the model, bit for bit; where none were loaded, it holds them."""
     for parameter in parameters:
-        parameter.copy_(state[parameter]["weights"])
+        of = state[parameter]
+        if "weights" in of:
+            parameter.copy_(of["weights"])
+        elif parameter.dtype in LOW_PRECISION:
+            of["weights"] = parameter.detach().to(of["average"].dtype, copy=True)
         if parameter.dtype not in LOW_PRECISION:
-            del state[parameter]["weights"]
+            of.pop("weights", None)
 
 
 def keep_weights(parameters: Iterable[Tensor], state: State) -> None:

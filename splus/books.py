@@ -3,6 +3,7 @@
 import math
 import operator
 from collections.abc import Collection, Iterator, Mapping, MutableMapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from splus.arguments import check_parameter, parameter_name, per_parameter
+from splus.arguments import STRUCTURAL, check_parameter, parameter_name, per_parameter
 from splus.buckets import Bucket
 from splus.faults import Faults
 from splus.matrices import MatrixLayout, matrix_layout
@@ -46,6 +47,7 @@ class GroupBooks:
 
     def __init__(self, group: Mapping[str, Any], index: int) -> None:
         self._listed = list(group["params"])
+        self._decisive = deepcopy(_decisive(group))
         positions = {parameter: position for position, parameter in reversed(list(enumerate(group["params"])))}
         self.parameters: dict[int, Tensor] = {i: p for p, i in sorted(positions.items(), key=lambda item: item[1])}
         self.names = {position: parameter_name(group, index, position) for position in self.parameters}
@@ -87,9 +89,9 @@ class GroupBooks:
         return layouts
 
     def are_of(self, group: Mapping[str, Any], state: State) -> bool:
-        """Whether these are the books of the parameters that the group has now, and all of them have their state."""
+        """Whether these are the books of the parameters and options the group has now, and all have their state."""
         same = len(group["params"]) == len(self._listed) and all(map(operator.is_, group["params"], self._listed))
-        return same and all(parameter in state for parameter in self._listed)
+        return same and _decisive(group) == self._decisive and all(parameter in state for parameter in self._listed)
 
     def refresh_plan(self, group: Mapping[str, Any]) -> tuple[RefreshSchedule, dict[int, int]]:
         """The schedule of refreshes and each whitened parameter's turn; made anew when the group's settings change."""
@@ -104,13 +106,20 @@ class GroupBooks:
         """Every parameter's matrices, bucket by bucket."""
         return ((bucket, slot) for bucket in self.buckets for slot in bucket.plan.slots)
 
-    def link(self, state: State) -> None:
-        """Make the state of every parameter, as views into the stacks, with the values that ``state`` has already."""
+    def linked_state(self, state: State) -> dict[Tensor, dict[str, Any]]:
+        """The state of every parameter, as views into the stacks, with the values that ``state`` has already.
+
+        Raises:
+            ValueError: those were made with options that gave them other shapes.
+        """
+        linked = {}
         for position, fresh in self._initial_state().items():
             parameter = self.parameters[position]
-            if parameter in state:
+            if state.get(parameter):
+                _check_fit(self.names[position], fresh, state[parameter])
                 overwrite(fresh, state[parameter])
-            state[parameter] = fresh
+            linked[parameter] = fresh
+        return linked
 
     def _initial_state(self) -> dict[int, dict[str, Any]]:
         states: dict[int, dict[str, Any]] = {}
@@ -190,6 +199,29 @@ def overwrite(live: dict[str, Any], saved: Mapping[str, Any]) -> None:
             live[key].copy_(value)
         else:
             live[key] = int(value)
+
+
+def _decisive(group: Mapping[str, Any]) -> list[Any]:
+    """What decides the layouts and dtypes of a group's state."""
+    return [group[option] for option in (*STRUCTURAL, "matmul_dtype")]
+
+
+def _check_fit(name: str, fresh: Mapping[str, Any], kept: Mapping[str, Any]) -> None:
+    """Raise for state that has other entries or shapes than the options of its group now ask for."""
+
+    def shapes(state: Mapping[str, Any]) -> dict[str, Any]:
+        return {
+            key: tuple(value.shape) for key, value in state.items() if isinstance(value, Tensor) and key != "weights"
+        }
+
+    now, before = shapes(fresh), shapes(kept)
+    for key in (*now, *before):
+        if now.get(key) != before.get(key):
+            raise ValueError(
+                f"{key} of {name} has shape {before.get(key)} in the state, and the options of its group now ask for "
+                f"{now.get(key)}. One of {', '.join(STRUCTURAL)} was changed after the state was made: set it back, "
+                "or make a new optimizer."
+            )
 
 
 def is_whitened(shape: Sequence[int], stacked: bool, whiten: bool | str, max_side: int) -> bool:

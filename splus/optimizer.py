@@ -194,7 +194,7 @@ class SPlus(Optimizer):
             raise
         group["training"] = not self._books or self.training
         self._books.append(books)
-        books.link(self.state)
+        self.state.update(books.linked_state(self.state))
         if not self.training:
             keep_weights(books.parameters.values(), self.state)
 
@@ -311,6 +311,8 @@ class SPlus(Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """As of every torch optimizer; with the average in either mode, and in eval mode the weights being trained."""
         self._follow_groups()
+        for group in self.param_groups:
+            make_plain(group)
         return super().state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -337,22 +339,27 @@ class SPlus(Optimizer):
         """Make the books anew, with the state there is, if someone has changed ``param_groups`` or ``state`` by hand.
 
         A parameter that is in no group any more leaves with its own weights and without its state.
+
+        Raises:
+            ValueError: options of a group were changed that the shapes of its state depend on.
         """
         groups = self.param_groups
         if len(groups) == len(self._books) and all(
             books.are_of(group, self.state) for books, group in zip(self._books, groups)
         ):
             return
+        renewed = [GroupBooks(group, index) for index, group in enumerate(groups)]
+        linked = [books.linked_state(self.state) for books in renewed]
         listed = {parameter for group in groups for parameter in group["params"]}
         for parameter in [parameter for parameter in self.state if parameter not in listed]:
             if not self.training:
                 put_back_weights([parameter], self.state)
             del self.state[parameter]
-        self._books = [GroupBooks(group, index) for index, group in enumerate(groups)]
-        for books in self._books:
-            books.link(self.state)
+        self._books = renewed
+        for state in linked:
+            self.state.update(state)
             if not self.training:
-                keep_weights([p for p in books.parameters.values() if "weights" not in self.state[p]], self.state)
+                keep_weights([parameter for parameter in state if "weights" not in state[parameter]], self.state)
 
 
 def _usable(gradients: Mapping[int, Tensor]) -> dict[int, bool]:

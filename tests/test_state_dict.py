@@ -5,19 +5,12 @@ import io
 import itertools
 import pickle
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 from reference import draws
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_optimizer_state_dict,
-    set_optimizer_state_dict,
-)
 
 from splus import PAPER, SPlus, param_groups
 
@@ -715,88 +708,3 @@ def test_group_added_to_a_copy(copied: str, mode: bool) -> None:
         assert differences(by.state_dict()["state"], copy.deepcopy(by).state_dict()["state"]) == []
     assert differences(runs[0], runs[1]) == []
     optimizers[1].load_state_dict(filed(optimizers[0].state_dict()))
-
-
-# torch.distributed.checkpoint, on one process
-
-
-def through_dcp(
-    model: nn.Module, optimizer: SPlus, resumed: nn.Module, restored: SPlus, flatten: bool
-) -> dict[str, Any]:
-    options = StateDictOptions(flatten_optimizer_state_dict=flatten)
-    state_dict = filed(get_optimizer_state_dict(model, optimizer, options=options))
-    set_optimizer_state_dict(resumed, restored, state_dict, options=options)
-    return state_dict
-
-
-@pytest.mark.parametrize("flatten", [False, True])
-@pytest.mark.parametrize("mode", [True, False])
-@pytest.mark.parametrize("kind", KINDS)
-def test_distributed_state_dict(kind: str, mode: bool, flatten: bool) -> None:
-    """Saved and set with qualified names, flattened or not, in either mode: the run goes on as uninterrupted."""
-    model, optimizer = trained(kind)
-    optimizer.train(mode)
-    resumed = network(seed=1)
-    restored = optimizer_of(resumed, kind)
-    resumed.load_state_dict(model.state_dict())
-    weights = copy.deepcopy(resumed.state_dict())
-    if flatten:  # torch takes from a flat file only the entries that the state at hand has
-        restored.train(mode)
-        resumed.load_state_dict(weights)
-    through_dcp(model, optimizer, resumed, restored, flatten)
-    assert differences(resumed.state_dict(), weights) == []
-    assert differences(restored.state_dict()["state"], optimizer.state_dict()["state"]) == []
-    assert restored.training == mode
-    assert losses(resumed, restored.train(), LONG) == losses(model, optimizer.train(), LONG)
-
-
-@pytest.mark.parametrize("flatten", [False, True])
-def test_distributed_state_dict_of_frozen_parameters(flatten: bool) -> None:
-    """torch leaves out the state of what is frozen at the time of loading; the rest loads, and that stays as it is."""
-    model, resumed = ThreeLayers(), ThreeLayers()
-    optimizer, restored = optimizer_of(model), optimizer_of(resumed)
-    losses(model, optimizer, SHORT)
-    resumed.layers["frozen"].requires_grad_(False)
-    through_dcp(model, optimizer, resumed, restored, flatten)
-    for name, layer in resumed.layers.items():
-        source = optimizer.state[model.layers[name].weight]
-        assert (differences(restored.state[layer.weight], source) == []) == (name != "frozen")
-    assert restored.state[resumed.layers["frozen"].weight]["step"] == 0
-
-
-@pytest.mark.parametrize("grouping", ["one", "two", "three"])
-def test_flattened_state_dict_loads_into_other_groups(grouping: str) -> None:
-    """Step, mode, average and all come back for each parameter, however the same parameters are grouped."""
-    model, optimizer = network(), None
-    parameters = list(model.parameters())
-    groups = {
-        "one": [parameters],
-        "two": [parameters[:3], parameters[3:]],
-        "three": [parameters[:1], parameters[1:4], parameters[4:]],
-    }
-    optimizer = SPlus([{"params": of} for of in groups["two"]], **BASE)
-    losses(model, optimizer, SHORT)
-    restored = SPlus([{"params": of} for of in groups[grouping]], **BASE)
-    through_dcp(model, optimizer, model, restored, flatten=True)
-    for parameter in parameters:
-        assert differences(restored.state[parameter], optimizer.state[parameter]) == []
-
-
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-@pytest.mark.parametrize("flatten", [False, True])
-@pytest.mark.parametrize("kind", KINDS)
-def test_checkpoint_directory(kind: str, flatten: bool, tmp_path: Path) -> None:
-    """torch.distributed.checkpoint writes and reads the state, numbers and options included, without processes."""
-    options = StateDictOptions(flatten_optimizer_state_dict=flatten)
-    model, optimizer = trained(kind, lr=0.2)
-    dcp.save(
-        {"optimizer": get_optimizer_state_dict(model, optimizer, options=options)}, checkpoint_id=tmp_path, no_dist=True
-    )
-    resumed = network(seed=1)
-    restored = optimizer_of(resumed, kind)
-    resumed.load_state_dict(model.state_dict())
-    read = {"optimizer": get_optimizer_state_dict(resumed, restored, options=options)}
-    dcp.load(read, checkpoint_id=tmp_path, no_dist=True)
-    set_optimizer_state_dict(resumed, restored, read["optimizer"], options=options)
-    assert restored.param_groups[0]["lr"] == 0.2
-    assert losses(resumed, restored, LONG) == losses(model, optimizer, LONG)
