@@ -179,6 +179,19 @@ class Ownership:
                     route.note(rank, owner, holder, Message(matrix, box))
         return route
 
+    def traffic(self) -> tuple[list[int], list[int]]:
+        """Entries that each rank sends to and receives from others in a step of all parameters."""
+        sent, received = [0] * self.ranks, [0] * self.ranks
+        for matrix, owner in self.owners.items():
+            gradients = [(source, owner, box) for source, box in self.sources(matrix)]
+            shares = ((rank, self.shared(matrix, rank)) for rank in range(self.ranks))
+            updates = [(owner, rank, box) for rank, box in shares if box is not None]
+            for source, target, box in (*gradients, *updates):
+                if source != target:
+                    sent[source] += box.numel
+                    received[target] += box.numel
+        return sent, received
+
     def _matrices(self, stepped: Collection[int]) -> Iterator[tuple[Matrix, int]]:
         return ((matrix, owner) for matrix, owner in self.owners.items() if matrix.parameter in stepped)
 
