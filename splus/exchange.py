@@ -1,0 +1,119 @@
+"""Communication of a step, in two visible phases: gradients to the owners of matrices, updates to the holders."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from splus.ownership import Matrix, Message, Ownership, Route
+
+
+@dataclass(frozen=True)
+class Arrival:
+    """Entries ``box`` of the matrix's parameter, seen as (stack, rows, columns)."""
+
+    message: Message
+    values: Tensor
+
+
+class Transfer:
+    """Entries on their way, all of one dtype; what a rank sends to itself does not leave it."""
+
+    def __init__(
+        self, route: Route, rank: int, values: list[list[Tensor]], like: Tensor, group: dist.ProcessGroup | None
+    ):
+        self._route, self._rank = route, rank
+        self._own = values[rank]
+        send_sizes, receive_sizes = route.send_sizes, route.receive_sizes
+        send_sizes[rank] = receive_sizes[rank] = 0
+        travelling = [piece.reshape(-1) for target, pieces in enumerate(values) if target != rank for piece in pieces]
+        sent = torch.cat(travelling) if travelling else like.new_empty(0)
+        self._received = like.new_empty(sum(receive_sizes))
+        self._receive_sizes = receive_sizes
+        self._work = dist.all_to_all_single(self._received, sent, receive_sizes, send_sizes, group=group, async_op=True)
+
+    def arrivals(self) -> Iterator[Arrival]:
+        """Wait, and go through what has come, from this rank itself too."""
+        assert self._work is not None
+        self._work.wait()
+        from_ranks = self._received.split(self._receive_sizes)
+        for rank, messages in enumerate(self._route.received):
+            if rank == self._rank:
+                yield from (Arrival(message, piece) for message, piece in zip(messages, self._own))
+                continue
+            pieces = from_ranks[rank].split([message.box.numel for message in messages])
+            for message, piece in zip(messages, pieces):
+                yield Arrival(message, piece.view(message.box.sizes))
+
+
+class Exchange:
+    """Moves entries of matrices between the ranks of a process group.
+
+    Every rank calls the same methods with the same parameters in the same order.
+
+    Args:
+        ownership: of the matrices among the ranks of ``group``.
+        group: the process group; None for the default one.
+    """
+
+    def __init__(self, ownership: Ownership, group: dist.ProcessGroup | None = None) -> None:
+        self.ownership = ownership
+        self.group = group
+        self.rank = dist.get_rank(group)
+        self._routes: dict[frozenset[int], tuple[Route, Route]] = {}
+
+    def gradients(self, held: Mapping[int, Tensor], like: Tensor) -> dict[Matrix, Tensor]:
+        """Phase 1: the whole gradients (m, n) of the matrices that this rank owns.
+
+        Args:
+            held: by parameter, what this rank holds of its gradient, (stack, rows, columns) of its box; any empty
+                tensor where it holds nothing.
+            like: gives the dtype in which gradients travel, and the device.
+        """
+        route, _ = self._route(frozenset(held))
+        values = [
+            [held[message.matrix.parameter][self.place(message)].to(like.dtype) for message in messages]
+            for messages in route.sent
+        ]
+        whole = {
+            matrix: like.new_empty(self.ownership.box(matrix).sizes)
+            for matrix in self.ownership.of(self.rank)
+            if matrix.parameter in held
+        }
+        for arrival in Transfer(route, self.rank, values, like, self.group).arrivals():
+            message = arrival.message
+            whole[message.matrix][message.box.within(self.ownership.box(message.matrix))] = arrival.values
+        return {matrix: gradient[0] for matrix, gradient in whole.items()}
+
+    def updates(self, computed: Mapping[Matrix, Tensor], parameters: frozenset[int], like: Tensor) -> Transfer:
+        """Phase 2: the updates (m, n) of this rank's matrices set off to whoever holds their entries.
+
+        Args:
+            parameters: those that have been passed to :meth:`gradients`.
+        """
+        _, route = self._route(parameters)
+        values = [
+            [
+                computed[message.matrix].unsqueeze(0)[message.box.within(self.ownership.box(message.matrix))]
+                for message in messages
+            ]
+            for messages in route.sent
+        ]
+        return Transfer(route, self.rank, values, like, self.group)
+
+    def place(self, message: Message) -> tuple[slice, slice, slice]:
+        """Where a message's entries lie in what this rank holds of the parameter."""
+        held = self.ownership.held[message.matrix.parameter][self.rank]
+        assert held is not None, "a message is about entries that its sender and receiver hold"
+        return message.box.within(held)
+
+    def _route(self, parameters: frozenset[int]) -> tuple[Route, Route]:
+        if parameters not in self._routes:
+            routes = (
+                self.ownership.gradient_route(self.rank, parameters),
+                self.ownership.update_route(self.rank, parameters),
+            )
+            self._routes = {parameters: routes}  # one at a time: the same parameters step most of the time
+        return self._routes[parameters]
