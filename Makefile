@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help compare smoke ablation steps test lint types suite clean
+.PHONY: help compare smoke ablation steps test lint types suite fuzz soak clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -37,6 +37,12 @@ types: $(VENV)/test
 suite: $(VENV)/test
 	@echo "== tests"
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses=auto --dist=worksteal --cov --cov-report=term --durations=5
+
+fuzz: $(VENV)/test  ## thousands of random histories of the optimizer, other ones each time (an hour)
+	$(BIN)/python -m pytest tests/test_histories.py --hypothesis-profile=fuzz
+
+soak: $(VENV)/bench  ## memory and the state's health over 20,000 steps (a few minutes)
+	$(BIN)/python -m benchmarks.soak
 
 clean:  ## remove the environment and caches; results stay
 	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage

@@ -22,5 +22,5 @@ def recorded_states(width: int, steps: tuple[int, ...]) -> list[dict[str, Tensor
         trainer.train_step()
         if step in steps:
             state = trainer.optimizer.state[trainer.model.get_parameter(PARAMETER)]
-            recorded.append({name: value[None].clone() for name, value in state.items() if name != "step"})
+            recorded.append({name: value[None].clone() for name, value in state.items() if isinstance(value, Tensor)})
     return recorded

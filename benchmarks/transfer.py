@@ -98,9 +98,10 @@ class Study:
 
     def costs(self, outcomes: Outcomes, limit: int, width: int, best: int) -> dict[int, float]:
         """By index, the loss there over the loss at ``best``, less 1, over the seeds that ran both."""
+        tried = {index for (at, _), (of, _) in self.indices(outcomes, limit).items() if at == width for index in of}
         losses: dict[int, dict[int, float]] = {}
-        for (at, seed), (tried, _) in self.indices(outcomes, limit).items():
-            for index in {*tried, best} if at == width else ():
+        for index in sorted(tried | {best}):
+            for seed in range(self.seeds[width]):
                 cell = self.cell(width, index, seed)
                 loss = averaged_loss(outcomes[cell]) if cell in outcomes else None
                 if loss is not None:

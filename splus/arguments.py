@@ -1,7 +1,7 @@
 """The arguments of SPlus: their defaults where a measurement chose them, the published ones, and their checks."""
 
 import operator
-from collections.abc import Mapping, MutableMapping, Sequence
+from collections.abc import Collection, Mapping, MutableMapping, Sequence
 from types import MappingProxyType
 from typing import Any, SupportsIndex
 
@@ -22,6 +22,7 @@ PAPER: Mapping[str, Any] = MappingProxyType(
         "step_norm": "frobenius",
         "whiten": "2d",
         "oversized": "published",
+        "sides": "both",
         "refresh_method": "eigh",
         "refresh_growth": None,
         "spread_refreshes": False,
@@ -44,7 +45,7 @@ STRUCTURAL = (
 _CHOICES: dict[str, tuple[object, ...]] = {
     "whiten": (True, False, "auto", "2d"),
     "oversized": ("blocks", "unrotated", "published"),
-    "sides": ("both", "shorter"),
+    "sides": ("auto", "both", "shorter"),
     "step_norm": ("spectral", "frobenius"),
     "step_scale": ("shape", "fan_in", "none"),
     "matmul_dtype": (None, torch.bfloat16, torch.float16, torch.float32, torch.float64),
@@ -125,8 +126,10 @@ def check_group(group: Mapping[str, Any]) -> None:
         _require(_number(growth, "refresh_growth") > 1, "refresh_growth", growth, "above 1, or None for no early ones")
     for name, choices in _CHOICES.items():
         _require(group[name] in choices, name, group[name], "one of " + ", ".join(map(repr, choices)))
-    for option in ("split", "stacked"):
-        per_parameter(group, option)
+    per_parameter(group, "stacked")
+    for value in per_parameter(group, "split"):
+        sizes = value if isinstance(value, tuple) else () if value is None else (value,)
+        _require(all(isinstance(size, int) for size in sizes), "split", value, "an integer, a tuple of them or None")
     for value in per_parameter(group, "split_dim"):
         _require(value in (0, 1), "split_dim", value, "0 (rows) or 1 (columns)")
 
@@ -154,6 +157,25 @@ def check_parameter(parameter: Tensor, name: str) -> None:
         )
     if not parameter.is_floating_point():
         raise ValueError(f"{name} has dtype {parameter.dtype}; SPlus updates floating-point parameters.")
+    if getattr(parameter, "_is_flat_param", False):
+        raise ValueError(
+            f"{name} is a flat parameter of FullyShardedDataParallel with {parameter.numel()} entries; SPlus needs the "
+            "shapes of matrices. Shard with torch.distributed.fsdp.fully_shard, or use DistributedDataParallel."
+        )
+
+
+def check_not_flattened(group: Mapping[str, Any], names: Collection[str], known: Collection[Tensor]) -> None:
+    """Raise if one new vector has taken the place of a group's whitened parameters, called ``names``.
+
+    That is how ZeRO of DeepSpeed, and master weights of other wrappers, take over an optimizer.
+    """
+    parameters = group["params"]
+    if names and len(parameters) == 1 and parameters[0].ndim == 1 and parameters[0] not in known:
+        raise RuntimeError(
+            f"One flat vector of {parameters[0].numel()} entries has taken the place of {', '.join(names)}, as ZeRO of "
+            "DeepSpeed does it; SPlus needs the shapes of matrices. Use DistributedDataParallel or fully_shard, or put "
+            "vectors of your own into a group of their own with add_param_group."
+        )
 
 
 def check_unchanged(parameter: Tensor, name: str, dtype: torch.dtype, device: torch.device) -> None:

@@ -133,6 +133,7 @@ class GroupBooks:
             if position not in self.layouts:
                 states[position]["momentum"] = torch.zeros_like(weights)
         for bucket, slot in self.slots():
+            states[slot.parameter]["peak"] = 0.0
             states[slot.parameter].update(bucket.views(slot, self.layouts[slot.parameter]))
         return states
 
@@ -198,7 +199,7 @@ def overwrite(live: dict[str, Any], saved: Mapping[str, Any]) -> None:
         elif isinstance(live[key], Tensor):
             live[key].copy_(value)
         else:
-            live[key] = int(value)
+            live[key] = type(live[key])(value)
 
 
 def _decisive(group: Mapping[str, Any]) -> list[Any]:

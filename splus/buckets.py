@@ -61,10 +61,19 @@ class Bucket:
         self.stacks["momentum"][run].lerp_(G, 1 - betas[0])
         accumulate_factors(G, self._run("factor_left", run), self._run("factor_right", run), betas[1])
 
+    def scratch(self, run: slice, workspace: Workspace) -> Tensor:
+        """Where the gradients (b, m, n) of a run of the matrices are put together."""
+        return workspace.pair((run.stop - run.start, self.plan.m, self.plan.n), self.plan.dtype, self.plan.device)[0]
+
+    def reserve(self, run: slice, workspace: Workspace) -> None:
+        """Have the workspace hold what a step of a run of the matrices takes from it."""
+        self.scratch(run, workspace)
+        self._product_scratch(run, workspace)
+
     def direction(self, run: slice, eps: float, workspace: Workspace) -> Tensor:
         """The directions U (b, m, n) of a run of the matrices, in the workspace, normalized if they are to be."""
         M = self.stacks["momentum"][run]
-        scratch = workspace.pair(M.shape, self.rotation_dtype if self._rotates else M.dtype, M.device)
+        scratch = self._product_scratch(run, workspace)
         U = whitened_direction(M, self._run("basis_left", run), self._run("basis_right", run), eps, scratch)
         v = self._run("singular_vector", run)
         if v is not None:
@@ -91,9 +100,10 @@ class Bucket:
         bases[chosen] = basis.to(bases.dtype)
         return {due[i] for i, bad in enumerate(failed) if bad}
 
-    @property
-    def _rotates(self) -> bool:
-        return self.plan.rotate_left or self.plan.rotate_right
+    def _product_scratch(self, run: slice, workspace: Workspace) -> tuple[Tensor, Tensor]:
+        rotates = self.plan.rotate_left or self.plan.rotate_right
+        shape = self.stacks["momentum"][run].shape
+        return workspace.pair(shape, self.rotation_dtype if rotates else self.plan.dtype, self.plan.device)
 
     def _run(self, name: str, run: slice) -> Tensor | None:
         return self.stacks[name][run] if name in self.stacks else None

@@ -3,6 +3,7 @@
 Shapes: factors S and bases Q are (B, n, n), symmetric and orthogonal; eigenvectors are columns.
 """
 
+import warnings
 from typing import Literal
 
 import torch
@@ -27,12 +28,14 @@ def refreshed_basis(S: Tensor, Q: Tensor, method: Method) -> tuple[Tensor, list[
         The bases (B, n, n), and for each whether the solver failed on it, in fp64 too; a failed one is Q unchanged.
     """
     try:
-        fresh = torch.linalg.eigh(S).eigenvectors if method == "eigh" else orthogonal_iteration(S, Q)
+        fresh = torch.linalg.eigh(_within_range(S)).eigenvectors if method == "eigh" else orthogonal_iteration(S, Q)
         sound = (column_error(fresh) <= ORTHOGONALITY_LIMIT) & S.isfinite().all(dim=-1).all(dim=-1)
         usable: list[bool] = sound.tolist()
-    except torch.OutOfMemoryError:
-        raise
-    except RuntimeError:  # LinAlgError, a solver that the device lacks, or one that broke down
+    except RuntimeError as error:  # LinAlgError, a solver that the device lacks, or one that broke down
+        if _is_out_of_memory(error):
+            raise
+        if isinstance(error, NotImplementedError):
+            _say_not_implemented(S.device)
         fresh, usable = Q.clone(), [False] * len(Q)
     failed = [not good and not _retry_in_double(S[i], fresh[i], Q[i]) for i, good in enumerate(usable)]
     return fresh, failed
@@ -44,13 +47,40 @@ def _retry_in_double(S: Tensor, fresh: Tensor, Q: Tensor) -> bool:
     if not S.isfinite().all():
         return False
     try:
-        basis = torch.linalg.eigh(S.to("cpu", torch.float64)).eigenvectors
-    except RuntimeError:
+        basis = torch.linalg.eigh(S.cpu().double()).eigenvectors  # some devices have no fp64, not to convert to either
+    except RuntimeError as error:
+        if _is_out_of_memory(error):
+            raise
         return False
     good = bool(column_error(basis) <= ORTHOGONALITY_LIMIT)
     if good:
-        fresh.copy_(basis)
+        fresh.copy_(basis.to(fresh.dtype))
     return good
+
+
+def _is_out_of_memory(error: RuntimeError) -> bool:
+    """Whether memory is what is missing; a CPU's allocator says so in a plain RuntimeError."""
+    return isinstance(error, torch.OutOfMemoryError) or "DefaultCPUAllocator" in str(error)
+
+
+def _say_not_implemented(device: torch.device) -> None:
+    # Of one text, which Python's own filter shows once.
+    warnings.warn(
+        f"This version of torch has no solver for eigenbases on {device.type}: they are decomposed on the CPU in fp64, "
+        "which is slower. A larger precondition_frequency makes it rarer.",
+        stacklevel=2,
+    )
+
+
+def _within_range(S: Tensor) -> Tensor:
+    """S (B, n, n), by a power of two where its largest entry is beyond 2**±48, so that the basis is that at scale 1.
+
+    Beyond 2**±51 LAPACK scales a matrix itself, by no power of two, and rounding turns what is degenerate.
+    """
+    largest = S.diagonal(dim1=-2, dim2=-1).amax(dim=-1)
+    exponent = torch.frexp(largest).exponent
+    shift = torch.where((exponent.abs() > 48) & largest.isfinite(), -exponent, 0).clamp(-126, 126)
+    return S * torch.ldexp(torch.ones_like(largest), shift)[:, None, None]
 
 
 def orthogonal_iteration(S: Tensor, Q: Tensor) -> Tensor:

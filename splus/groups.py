@@ -23,7 +23,7 @@ HEAD_NAMES = frozenset(
 # Names of bare parameters that are a table of vectors or a token, not a map from features to features.
 TABLE_NAMES = ("embed", "position", "pos_", "token", "table", "queries", "latents", "codebook")
 # Steps of these groups at width n, in units of the learning rate: elementwise_scale / n ** width_power. Best values at
-# widths 32 to 256: `python -m benchmarks.lr_transfer preset=elementwise`.
+# widths 32 to 128: docs/learning-rate.md, `python -m benchmarks.lr_transfer preset=elementwise`.
 WIDTH_RULES = {
     "embeddings": {"elementwise_scale": 0.7, "width_power": 0.5},
     "head": {"elementwise_scale": 1.5, "width_power": 1.0},

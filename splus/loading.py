@@ -1,5 +1,6 @@
 """Loading a state dict: everything is checked before anything is changed, then copied into the stacks."""
 
+import math
 import warnings
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
@@ -31,11 +32,15 @@ def load_optimizer_state(optimizer: "SPlus", state_dict: dict[str, Any]) -> None
     training = _mode(saved_groups)
     saved_state: dict[Tensor, Mapping[str, Any]] = {}
     for books, saved_group in zip(optimizer._books, saved_groups):
+        filled = _has_qualified_names(saved_group)
         for position, parameter in books.parameters.items():
             state = state_dict["state"].get(saved_group["params"][position])
             if state is not None:
                 # torch.distributed.checkpoint puts an empty dict for what it did not find.
                 state = {key: value for key, value in state.items() if not (isinstance(value, dict) and not value)}
+                if filled and not training and not parameter.requires_grad and not state.get("step"):
+                    # It has put in the weights that the optimizer at hand began with, for what the file has not.
+                    state.pop("weights", None)
                 _check_state(books.names[position], parameter, optimizer.state[parameter], state, training)
                 saved_state[parameter] = state
             elif parameter.requires_grad:  # torch.distributed.checkpoint leaves out what is frozen
@@ -165,8 +170,8 @@ def _check_state(name: str, parameter: Tensor, live: Mapping[str, Any], saved: M
             "of torch.distributed.checkpoint is cut to what the optimizer at hand has: call its eval() before loading."
         )
     for key, value in saved.items():
-        if key == "step":
-            _check_step(name, value)
+        if key in ("step", "peak"):
+            _check_number(name, key, value)
             continue
         shape = live["average" if key == "weights" else key].shape
         if not isinstance(value, Tensor) or value.shape != shape:
@@ -177,22 +182,22 @@ def _check_state(name: str, parameter: Tensor, live: Mapping[str, Any], saved: M
             )
 
 
-def _check_step(name: str, value: Any) -> None:
+def _check_number(name: str, key: str, value: Any) -> None:
     try:
-        whole = int(value) == float(value) >= 0
+        right = 0 <= float(value) < math.inf and (key == "peak" or int(value) == float(value))
     except (TypeError, ValueError):
-        whole = False
-    if not whole:
-        raise ValueError(f"step of {name} is {value!r} in the loaded state dict; it counts updates: 0, 1, 2, …")
+        right = False
+    if not right:
+        meaning = {"step": "it counts updates: 0, 1, 2, …", "peak": "it is the size of gradients, 0 or more"}[key]
+        raise ValueError(f"{key} of {name} is {value!r} in the loaded state dict; {meaning}.")
 
 
 def _has_weights_in_model(parameter: Tensor, saved: Mapping[str, Any], training: bool) -> bool:
     """Whether the weights being trained are what the model holds, and not in the saved state ({} for none).
 
-    In eval mode they are those of a frozen parameter that never trained, for which torch.distributed.checkpoint may
-    have put in state of the optimizer at hand, or left it out.
+    In eval mode they are those of a frozen parameter, which torch.distributed.checkpoint leaves out.
     """
-    return training or (not parameter.requires_grad and ("weights" not in saved or not saved["step"]))
+    return training or (not parameter.requires_grad and "weights" not in saved)
 
 
 def _load_state(parameter: Tensor, live: dict[str, Any], saved: Mapping[str, Any], training: bool) -> None:

@@ -28,8 +28,12 @@ from torch import Tensor
 from splus.scaling import StepScale, step_scale
 
 Oversized = Literal["blocks", "unrotated", "published"]
-Sides = Literal["both", "shorter"]
+Sides = Literal["auto", "both", "shorter"]
 Sections = int | tuple[int, ...] | None
+
+# The longest side that "auto" rotates, in units of the shorter; LoRA factors are longer. Factor and basis of a side r
+# times the other take 2 r times the memory of the matrix, and a gradient's rank is an r-th of that side.
+LONGEST = 100
 
 
 @dataclass(frozen=True)
@@ -139,7 +143,8 @@ def matrix_layout(
         oversized: what a longer side becomes: "blocks" of at most ``max_side``; "unrotated" (no factor and no basis on
             that side); "published", which is what the authors' file does: unrotated from ``max_side`` on, and stepping
             by the elementwise scale beyond it.
-        sides: "both" are rotated, or the "shorter" alone (the rows of a square).
+        sides: "both" are rotated, or the "shorter" alone (the rows of a square); "auto", both unless one is more than
+            LONGEST times the other.
         scale_rule: how the step size follows from the sides, those of the whole matrix for its blocks.
 
     Raises:
@@ -159,8 +164,8 @@ def matrix_layout(
         row_run, column_run = (run, Run(0, 1, columns)) if split_dim == 0 else (Run(0, 1, rows), run)
         scale = step_scale(row_run.size, column_run.size, scale_rule)
         parts += _parts_of(row_run, column_run, scale, max_side, oversized)
-    if sides == "shorter":
-        parts = [_shorter_side(part) for part in parts]
+    if sides != "both":
+        parts = [_shorter_side(part) if sides == "shorter" or _is_stretched(part) else part for part in parts]
     return MatrixLayout(shape, stack, rows, columns, tuple(parts))
 
 
@@ -190,6 +195,10 @@ def _parts_of(rows: Run, columns: Run, scale: float, max_side: int, oversized: O
     longest = max_side if oversized == "unrotated" else max_side - 1
     beyond = oversized == "published" and max(rows.size, columns.size) > max_side
     return [Part(rows, columns, rows.size <= longest, columns.size <= longest, None if beyond else scale)]
+
+
+def _is_stretched(part: Part) -> bool:
+    return max(part.m, part.n) > LONGEST * min(part.m, part.n)
 
 
 def _shorter_side(part: Part) -> Part:

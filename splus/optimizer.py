@@ -1,7 +1,6 @@
 """SPlus: Shampoo in a cached eigenbasis with instantaneous normalization (arXiv 2506.07254), as a torch optimizer."""
 
-import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, overload
 
@@ -10,14 +9,15 @@ from torch import Tensor
 from torch._compile import _disable_dynamo
 from torch.optim.optimizer import Optimizer, ParamsT
 
-from splus.arguments import check_gradient, check_group, check_unchanged, make_plain, refuse_unsupported
+from splus.arguments import check_group, check_not_flattened, make_plain, refuse_unsupported
 from splus.averaging import keep_weights, put_back_weights, put_in_averages
 from splus.books import GroupBooks
+from splus.gradients import usable_gradients
 from splus.loading import load_optimizer_state
 from splus.matrices import Oversized, Sections, Sides
 from splus.metrics import group_metrics
-from splus.phases import refresh_bases, step_group
-from splus.precision import exact_arithmetic, state_dtype
+from splus.phases import Prepared, refresh_bases, step_group
+from splus.precision import exact_arithmetic
 from splus.scaling import StepNorm, StepScale
 from splus.workspace import Workspace
 
@@ -40,10 +40,14 @@ class SPlus(Optimizer):
     and the model is evaluated at the average: validate, sample and export inside :meth:`averaged`, or between
     :meth:`eval` and :meth:`train`.
 
+    An entry whose gradients end, as of an embedding's row that is not in a batch, moves on until its momentum has faded
+    from the dtype's normal range: 820 steps from a gradient of 1 at β1 = 0.9.
+
     Every hyperparameter can be set per group. State is fp32 (fp64 for fp64 parameters) whatever the parameter's dtype;
     bf16 and fp16 parameters keep an fp32 copy of their weights in the state, so that small steps are not rounded away.
 
-    A gradient that is not finite (or that overflows when squared) skips its parameter in that step as if it had none:
+    Gradients of any size are followed: beyond 1e±12 the state holds momentum and factors of gradients times a power of
+    two, which depends on its entry ``peak``. One that is not finite skips its parameter in that step as if it had none:
     said once, an error after 10 in a row. A basis whose decomposition fails, in fp64 too, is kept: said once, an error
     after 3 in a row.
 
@@ -70,7 +74,8 @@ class SPlus(Optimizer):
         stacked: the leading dimensions count matrices, as in (experts, m, n); otherwise (out, in, *k) is out × in·k.
         oversized: a side beyond ``max_preconditioner_dim`` is cut into "blocks" or left "unrotated"; "published" is
             what the authors' file does.
-        sides: "both" of a matrix are rotated, or the "shorter" one alone (the rows of a square).
+        sides: "both" of a matrix are rotated, or the "shorter" one alone (the rows of a square); "auto", both unless
+            one is more than 100 times the other, as in LoRA factors.
         matmul_dtype: of the bases and of the products that rotate by them, such as torch.bfloat16; None for fp32 (fp64
             for fp64 parameters). Factors and decompositions stay fp32.
         refresh_method: "qr", a warm-started orthogonal iteration (the first basis is decomposed in full); "eigh", full
@@ -129,7 +134,7 @@ class SPlus(Optimizer):
         split_dim: int | list[int] = 0,
         stacked: bool | list[bool] = False,
         oversized: Oversized = "blocks",
-        sides: Sides = "both",
+        sides: Sides = "auto",
         matmul_dtype: torch.dtype | None = None,
         refresh_method: str = "qr",
         refresh_growth: float | None = 1.15,
@@ -221,6 +226,9 @@ class SPlus(Optimizer):
 
         Raises:
             RuntimeError: in eval mode; for a sparse gradient; after repeated faults, naming the parameter.
+            torch.OutOfMemoryError: scratch memory and copies are made before the update, which leaves everything as it
+                was; within the update it can only come from the batch at hand, whose parameters may be half updated;
+                in a refresh of bases the update is whole, and the bases are the old ones.
         """
         if not self.training:
             raise RuntimeError(
@@ -232,38 +240,17 @@ class SPlus(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         self._follow_groups()
-        gradients = self._gradients()
+        gradients, sizes = usable_gradients(self._books)
         with exact_arithmetic({gradient.device.type for of_group in gradients for gradient in of_group.values()}):
-            for group, books, of_group in zip(self.param_groups, self._books, gradients):
-                if of_group:
-                    step_group(group, books, self.state, of_group, self._workspace)
-            for group, books, of_group in zip(self.param_groups, self._books, gradients):
-                refresh_bases(group, books, self.state, of_group)
+            prepared = [
+                Prepared(books, self.state, found, of_group, self._workspace)
+                for books, found, of_group in zip(self._books, gradients, sizes)
+            ]
+            for group, ready in zip(self.param_groups, prepared):
+                step_group(group, ready, self._workspace)
+            for group, books, found in zip(self.param_groups, self._books, gradients):
+                refresh_bases(group, books, self.state, found)
         return loss
-
-    def _gradients(self) -> list[dict[int, Tensor]]:
-        """For each group, the usable gradients by position."""
-        present: list[dict[int, Tensor]] = []
-        for books in self._books:
-            present.append({i: p.grad for i, p in books.parameters.items() if p.grad is not None and p.numel()})
-            for position, gradient in present[-1].items():
-                name, parameter = books.names[position], books.parameters[position]
-                check_unchanged(parameter, name, *books.kinds[position])
-                check_gradient(gradient, name)
-        for books, found in zip(self._books, present):
-            usable = _usable(found)
-            for position in list(found):
-                if usable[position]:
-                    books.gradient_faults.clear(position)
-                else:
-                    del found[position]
-                    books.gradient_faults.report(
-                        position,
-                        books.names[position],
-                        "A gradient that is not finite, or too large to be squared, skips the update",
-                        "Lower the learning rate, clip gradients, or look for the batch that overflows.",
-                    )
-        return present
 
     def eval(self) -> "SPlus":
         """Put the averaged weights into the model: for validation, sampling and export. Idempotent."""
@@ -322,6 +309,15 @@ class SPlus(Optimizer):
         hand: it keeps its dtype and device and shares nothing with ``state_dict``. Hyperparameters and mode come from
         the file, as for every torch optimizer; the model's weights are not touched, so load those of the same time.
 
+        To start afresh where a shape has changed, such as that of a new head, put the state at hand in its place (in
+        the mode of the file)::
+
+            fresh = optimizer.state_dict()["state"]
+            for i, state in fresh.items():
+                if state["average"].shape != saved["state"][i]["average"].shape:
+                    saved["state"][i] = state
+            optimizer.load_state_dict(saved)
+
         Raises:
             ValueError: groups, names, shapes or structural options differ; nothing has been changed then.
         """
@@ -348,6 +344,8 @@ class SPlus(Optimizer):
             books.are_of(group, self.state) for books, group in zip(self._books, groups)
         ):
             return
+        for books, group in zip(self._books, groups):
+            check_not_flattened(group, [books.names[position] for position in books.layouts], self.state)
         renewed = [GroupBooks(group, index) for index, group in enumerate(groups)]
         linked = [books.linked_state(self.state) for books in renewed]
         listed = {parameter for group in groups for parameter in group["params"]}
@@ -360,14 +358,3 @@ class SPlus(Optimizer):
             self.state.update(state)
             if not self.training:
                 keep_weights([parameter for parameter in state if "weights" not in state[parameter]], self.state)
-
-
-def _usable(gradients: Mapping[int, Tensor]) -> dict[int, bool]:
-    """Whether each gradient is finite and its squares can be added up in the state's dtype; one synchronisation."""
-    usable: dict[int, bool] = {}
-    for dtype in {state_dtype(gradient.dtype) for gradient in gradients.values()}:
-        chosen = {i: gradient for i, gradient in gradients.items() if state_dtype(gradient.dtype) == dtype}
-        norms = torch._foreach_norm(list(chosen.values()), 2, dtype)
-        largest = math.sqrt(torch.finfo(dtype).max)
-        usable |= zip(chosen, torch.stack([norm.to(norms[0].device) for norm in norms]).lt(largest).tolist())
-    return usable

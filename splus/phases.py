@@ -10,84 +10,121 @@ from torch import Tensor
 from splus.averaging import update_averages
 from splus.books import Batch, GroupBooks, elementwise_batches, matrix_batches
 from splus.eigenbasis import Method
+from splus.gradients import follow_size
 from splus.plan import Slot
 from splus.precision import full_precision
 from splus.scaling import elementwise_step
+from splus.update import sign_from
 from splus.workspace import Workspace
 
 Group = Mapping[str, Any]
 State = Mapping[Tensor, dict[str, Any]]
 
 
-def step_group(
-    group: Group, books: GroupBooks, state: State, gradients: Mapping[int, Tensor], workspace: Workspace
-) -> None:
-    """Update the parameters of a group that have a gradient, and their factors, a batch at a time.
+class Prepared:
+    """All that a step of a group needs memory for, ready before anything is changed.
 
     Args:
-        gradients: by position in the group, in the parameter's shape and dtype.
+        gradients, sizes: by position in the group; gradients in the parameter's shape and dtype.
+
+    Attributes:
+        states: of the parameters that have a gradient.
+        weights: what the step updates, see :func:`_working_weights`.
+        rows, batches: what is stepped together, of the elementwise and of the whitened parameters.
+        exponents: of the whitened parameters that have begun their step, see :func:`~splus.gradients.follow_size`.
     """
-    weights = {}
-    for position in gradients:
-        of = state[books.parameters[position]]
-        of["step"] += 1
-        weights[position] = _working_weights(books, position, of)
-    for rows in elementwise_batches(books, gradients):
-        _step_elementwise(group, books, state, gradients, weights, rows, workspace)
-    for batch in matrix_batches(books, gradients):
-        _step_matrices(group, books, state, gradients, weights, batch, workspace)
-    for position, whole in weights.items():
-        if whole is not books.parameters[position]:
-            books.parameters[position].copy_(whole)
+
+    def __init__(
+        self,
+        books: GroupBooks,
+        state: State,
+        gradients: Mapping[int, Tensor],
+        sizes: Mapping[int, float],
+        workspace: Workspace,
+    ) -> None:
+        self.books, self.gradients, self.sizes = books, gradients, sizes
+        self.states = {position: state[books.parameters[position]] for position in gradients}
+        self.weights = {position: _working_weights(books, position, of) for position, of in self.states.items()}
+        self.rows = elementwise_batches(books, gradients)
+        self.batches = matrix_batches(books, gradients)
+        self.exponents: dict[int, int] = {}
+        self._counts = {position: of["step"] + 1 for position, of in self.states.items()}
+        for rows in self.rows:
+            _like([_rows(self.states[position]["momentum"], chosen) for position, chosen in rows], workspace)
+        for batch in self.batches:
+            batch.bucket.reserve(batch.run, workspace)
+
+    def begin(self, position: int, betas: tuple[float, float]) -> None:
+        """Count the step of a parameter, and follow the size of a whitened one, with the first of its batches."""
+        of = self.states[position]
+        if of["step"] != self._counts[position]:
+            of["step"] = self._counts[position]
+            if position in self.books.layouts:
+                self.exponents[position] = follow_size(of, self.sizes[position], betas)
+
+
+def step_group(group: Group, prepared: Prepared, workspace: Workspace) -> None:
+    """Update the parameters of a group that have a gradient, and their factors, a batch at a time.
+
+    Whatever is raised on the way, parameters of finished batches have taken the whole step, and those of batches that
+    were not begun none of it.
+    """
+    parameters = prepared.books.parameters
+    try:
+        for rows in prepared.rows:
+            _step_elementwise(group, prepared, rows, workspace)
+        for batch in prepared.batches:
+            _step_matrices(group, prepared, batch, workspace)
+    finally:
+        for position, whole in prepared.weights.items():
+            if whole is not parameters[position]:
+                parameters[position].copy_(whole)
 
 
 def _step_elementwise(
     group: Group,
-    books: GroupBooks,
-    state: State,
-    gradients: Mapping[int, Tensor],
-    weights: Mapping[int, Tensor],
+    prepared: Prepared,
     rows: list[tuple[int, slice | None]],
     workspace: Workspace,
 ) -> None:
     """Parameters that are not whitened move by lr · scale · sign(M)."""
-    states = [state[books.parameters[position]] for position, _ in rows]
-    shape = books.parameters[rows[0][0]].shape  # the whole batch has rows of this length
+    states = [prepared.states[position] for position, _ in rows]
+    shape = prepared.books.parameters[rows[0][0]].shape  # the whole batch has rows of this length
     scale = elementwise_step(shape, group["elementwise_scale"], group["width_power"])
     momenta = [_rows(of["momentum"], chosen) for of, (_, chosen) in zip(states, rows)]
-    updates = _like(momenta, workspace)
-    torch._foreach_copy_(updates, [_rows(gradients[position], chosen) for position, chosen in rows])
+    flat, updates = _like(momenta, workspace)
+    torch._foreach_copy_(updates, [_rows(prepared.gradients[position], chosen) for position, chosen in rows])
     if group["maximize"]:
         torch._foreach_neg_(updates)
+    for position, _ in rows:
+        prepared.begin(position, group["betas"])
     torch._foreach_lerp_(momenta, updates, 1 - group["betas"][0])
     torch._foreach_copy_(updates, momenta)
-    torch._foreach_sign_(updates)
+    # Decay never takes a denormal number to zero: rounding keeps it, and its sign would step for ever.
+    sign_from(flat, torch.finfo(flat.dtype).tiny)
     _apply(
         group,
         scale,
-        [_rows(weights[position], chosen) for position, chosen in rows],
+        [_rows(prepared.weights[position], chosen) for position, chosen in rows],
         [_rows(of["average"], chosen) for of, (_, chosen) in zip(states, rows)],
         updates,
         [of["step"] for of in states],
     )
 
 
-def _step_matrices(
-    group: Group,
-    books: GroupBooks,
-    state: State,
-    gradients: Mapping[int, Tensor],
-    weights: Mapping[int, Tensor],
-    batch: Batch,
-    workspace: Workspace,
-) -> None:
+def _step_matrices(group: Group, prepared: Prepared, batch: Batch, workspace: Workspace) -> None:
     """Whitened matrices move by lr · 2/(m+n) · U; their gradients enter the factors."""
     plan, parts = batch.bucket.plan, []
     for piece in batch.pieces:
-        layout = books.layouts[piece.slot.parameter]
-        parts.append(layout.split(gradients[piece.slot.parameter], piece.slot.part)[piece.of_slot])
-    G, _ = workspace.pair((batch.run.stop - batch.run.start, plan.m, plan.n), plan.dtype, plan.device)
+        layout = prepared.books.layouts[piece.slot.parameter]
+        parts.append(layout.split(prepared.gradients[piece.slot.parameter], piece.slot.part)[piece.of_slot])
+    G = batch.bucket.scratch(batch.run, workspace)
     torch.cat(parts, out=G)
+    sections = [len(part) for part in parts]
+    for piece, part in zip(batch.pieces, G.split(sections)):
+        prepared.begin(piece.slot.parameter, group["betas"])
+        if exponent := prepared.exponents[piece.slot.parameter]:
+            part.mul_(2.0**-exponent)
     if group["maximize"]:
         G.neg_()
     batch.bucket.take_in(G, batch.run, group["betas"])
@@ -96,10 +133,10 @@ def _step_matrices(
     averages: list[Tensor] = []
     updates: list[Tensor] = []
     steps: list[int] = []
-    for piece, part in zip(batch.pieces, U.split([len(part) for part in parts])):
+    for piece, part in zip(batch.pieces, U.split(sections)):
         position, where = piece.slot.parameter, (piece.slot.part, piece.of_slot)
-        layout, of = books.layouts[position], state[books.parameters[position]]
-        targets += layout.places(weights[position], *where)
+        layout, of = prepared.books.layouts[position], prepared.states[position]
+        targets += layout.places(prepared.weights[position], *where)
         averages += layout.places(of["average"], *where)
         updates += layout.fit_places(part, *where)
         steps += [of["step"]] * (len(updates) - len(steps))
@@ -175,8 +212,8 @@ def _rows(tensor: Tensor, chosen: slice | None) -> Tensor:
     return tensor if chosen is None else tensor[chosen]
 
 
-def _like(tensors: list[Tensor], workspace: Workspace) -> list[Tensor]:
-    """Scratch tensors of the same shapes, one after the other in the workspace."""
+def _like(tensors: list[Tensor], workspace: Workspace) -> tuple[Tensor, list[Tensor]]:
+    """Scratch memory, flat and as tensors of the same shapes, one after the other in it."""
     sizes = [tensor.numel() for tensor in tensors]
     flat, _ = workspace.pair((sum(sizes),), tensors[0].dtype, tensors[0].device)
-    return [piece.view(tensor.shape) for piece, tensor in zip(flat.split(sizes), tensors)]
+    return flat, [piece.view(tensor.shape) for piece, tensor in zip(flat.split(sizes), tensors)]

@@ -26,9 +26,9 @@ def step_scale(m: int, n: int, rule: StepScale = "shape") -> float:
 def elementwise_step(shape: Sequence[int], scale: float, width_power: float) -> float:
     """What multiplies the learning rate for a parameter that is not whitened: ``scale`` / n ** ``width_power``.
 
-    n is the length of a row, the last dimension. For vectors and scalars it is ``scale``.
+    n is the length of a row, the last dimension. For vectors, scalars and empty rows it is ``scale``.
     """
-    return scale if len(shape) < 2 else scale / shape[-1] ** width_power
+    return scale if len(shape) < 2 else scale / max(shape[-1], 1) ** width_power
 
 
 def lr_from_adam(adam_lr: float, hidden_size: int) -> float:

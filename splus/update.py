@@ -51,7 +51,11 @@ def sign_above_noise(X: Tensor, eps: float) -> Tensor:
     if eps == 0:
         return X.sign_()
     norm = torch.linalg.vector_norm(X, dim=(-2, -1), keepdim=True, dtype=torch.promote_types(X.dtype, torch.float32))
-    threshold = (eps * norm).to(X.dtype).clamp_min_(torch.finfo(X.dtype).tiny)
+    return sign_from(X, (eps * norm).to(X.dtype).clamp_min_(torch.finfo(X.dtype).tiny))
+
+
+def sign_from(X: Tensor, threshold: Tensor | float) -> Tensor:
+    """In place, the sign of every entry of X, 0 where its size is below ``threshold``, a normal number or several."""
     # Truncated towards zero, whatever is below its threshold is 0; two passes in place and no mask.
     return torch.div(X, threshold, rounding_mode="trunc", out=X).sign_()
 
@@ -75,26 +79,29 @@ def whitened_direction(
     return rotate_back(sign_above_noise(X, eps), Q_L, Q_R, scratch)
 
 
-def start_vector(n: int) -> Tensor:
+def start_vector(n: int, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float64) -> Tensor:
     """Where the power iteration of a matrix with n columns begins: any unit vector (n,) without structure."""
-    v = torch.arange(1, n + 1, dtype=torch.float64).square().cos()
+    v = torch.arange(1, n + 1, dtype=dtype, device=device).square().cos()
     return v / v.norm()
 
 
 def spectral_factor(U: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """What gives U (B, m, n) a spectral norm of √(mn) / 4, and its right singular vector: (B, 1, 1) and (B, n).
 
-    By one power iteration from v (B, n), a unit vector, which estimates the norm from below. 1 and v where U is zero.
+    By one power iteration from v (B, n), a unit vector, which estimates the norm from below. Where U v is zero, the
+    norm counts as √(mn), the largest that U can have, and the iteration begins anew. 1 and v where U is zero.
     """
     image = U @ v.to(U.dtype).unsqueeze(-1)  # (B, m, 1)
-    image = image / _norm(image)
+    length = _norm(image)
+    seen = length > torch.finfo(length.dtype).tiny
+    image = torch.where(seen, image / length, start_vector(U.shape[-2], U.device, length.dtype).unsqueeze(-1))
     back = U.mT @ image.to(U.dtype)  # (B, n, 1)
     norm = _norm(back)
-    size = math.sqrt(U.shape[-2] * U.shape[-1] / STABLE_RANK)
     moved = norm.isfinite() & (norm > torch.finfo(norm.dtype).tiny)
-    return torch.where(moved, size / norm, 1.0), torch.where(moved, back / norm, v.unsqueeze(-1)).squeeze(-1).to(
-        v.dtype
-    )
+    largest = math.sqrt(U.shape[-2] * U.shape[-1])
+    factor = largest / math.sqrt(STABLE_RANK) / torch.where(seen, norm, largest)
+    after = torch.where(moved, back / norm, v.unsqueeze(-1)).squeeze(-1)
+    return torch.where(moved, factor, 1.0), after.to(v.dtype)
 
 
 def _norm(x: Tensor) -> Tensor:

@@ -15,7 +15,8 @@ class Reference:
     """One matrix stepped by the rule, or with ``whitened=False`` one parameter of any shape by the elementwise rule.
 
     ``scale`` replaces 2/(m+n), ``step_norm="frobenius"`` leaves out the spectral normalization. ``left`` and ``right``
-    say which sides are rotated.
+    say which sides are rotated. ``margin`` is the smallest relative change so far that could have changed a sign or
+    turned the power iteration: other arithmetic agrees as long as it is well above rounding.
     """
 
     def __init__(
@@ -41,7 +42,7 @@ class Reference:
         self.decay, self.rho = weight_decay, ema_decay
         self.schedule = (precondition_frequency, refresh_growth, *((turn, 10, 5) if spread else (-1, 1, 1)))
         self.method, self.whitened, self.left, self.right = refresh_method, whitened, left, right
-        self.t, self.has_basis = 0, False
+        self.t, self.has_basis, self.margin = 0, False, math.inf
         self.W = weights.detach().to(torch.float64, copy=True)
         self.M, self.A = torch.zeros_like(self.W), torch.zeros_like(self.W)
         if whitened:
@@ -58,8 +59,11 @@ class Reference:
         self.t += 1
         self.M = self.beta1 * self.M + (1 - self.beta1) * G
         U = self.direction() if self.whitened else self.M.sign()
+        if not self.whitened:
+            self.note(self.M[self.M != 0], self.M)
         if self.whitened and self.spectral and bool((U != 0).any()):
             u = U @ self.v
+            self.note(u.norm(), U)
             self.v = U.T @ (u / u.norm())
             sigma = self.v.norm()
             self.v = self.v / sigma
@@ -80,13 +84,19 @@ class Reference:
         """U: the signs of the rotated momentum, rotated back; entries that are noise count as zero."""
         X = self.Q_L.T @ self.M @ self.Q_R
         noise = self.eps * math.sqrt(float((X**2).sum()))
+        self.note(X.abs() - noise, X)
         signs = [[0.0 if abs(x) < noise or x == 0 else math.copysign(1.0, x) for x in row] for row in X.tolist()]
         return self.Q_L @ torch.tensor(signs, dtype=torch.float64) @ self.Q_R.T
 
+    def note(self, distances: Tensor, whole: Tensor) -> None:
+        """Lower the margin to the least of these distances, in units of the norm of what they are part of."""
+        norm = float(whole.norm())
+        self.margin = min([self.margin, *(abs(d) / norm for d in distances.flatten().tolist() if norm > 0)])
+
     @property
     def average(self) -> Tensor:
-        """The bias-corrected average, at which the model is evaluated."""
-        return self.A / (1 - self.rho**self.t)
+        """The bias-corrected average, at which the model is evaluated; before any step the weights."""
+        return self.A / (1 - self.rho**self.t) if self.t else self.W
 
 
 def refresh_steps(last: int, period: int, growth: float | None, turn: int, first: int, shortest: int) -> set[int]:
@@ -117,6 +127,16 @@ def new_basis(S: Tensor, Q: Tensor, method: str) -> Tensor:
             image = image - (q @ image) * q
         basis.append(image / image.norm())
     return torch.stack(basis, dim=1)
+
+
+def orthogonal(n: int, seed: int = 0) -> Tensor:
+    return torch.linalg.qr(draws(1, n, n, seed=seed)[0]).Q
+
+
+def factor(n: int, seed: int = 0) -> Tensor:
+    """A positive definite matrix with eigenvalues that are apart."""
+    Q = orthogonal(n, seed)
+    return (Q * torch.logspace(0, -2, n, dtype=torch.float64)) @ Q.T
 
 
 def draws(steps: int, *shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:

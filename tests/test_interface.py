@@ -143,7 +143,10 @@ def test_invalid_hyperparameters(name: str, value: Any) -> None:
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("lr", None), ("betas", 0.9), ("betas", (0.9, "x")), ("ema_decay", "much"), ("weight_decay", None), ("eps", "")],
+    [
+        *(("lr", None), ("betas", 0.9), ("betas", (0.9, "x")), ("ema_decay", "much"), ("weight_decay", None)),
+        *(("eps", ""), ("lr", "1e-3"), ("ema_decay", "0.9"), ("lr", torch.tensor(1 + 1j)), ("split", "ab")),
+    ],
 )
 def test_hyperparameters_of_a_wrong_type(name: str, value: Any) -> None:
     """They raise an error that names the argument, and leave an optimizer that refuses a group as it was."""
@@ -201,7 +204,7 @@ PER_GROUP: dict[str, tuple[Any, Any]] = {
     "elementwise_scale": (0.01, 0.1),
     "whiten": (True, False),
     "oversized": ("blocks", "unrotated"),
-    "sides": ("both", "shorter"),
+    "sides": ("auto", "shorter"),
     "matmul_dtype": (None, torch.float32),
     "width_power": (0.0, 1.0),
     "scale_weight_decay": (True, False),
@@ -910,8 +913,97 @@ def test_state_dict_after_parameters_were_replaced() -> None:
     assert [tuple(state["average"].shape) for state in optimizer.state_dict()["state"].values()] == [(5, 5)]
 
 
-def test_integers_of_other_libraries() -> None:
-    """An integer of numpy is an integer, and a plain one in the state dict."""
-    group = SPlus(parameters_of((4, 4)), precondition_frequency=np.int64(7)).param_groups[0]
-    assert type(group["precondition_frequency"]) is int
-    assert group["precondition_frequency"] == 7
+NUMBERS: dict[str, Any] = {
+    **{name: np.float32(0.25) for name in ("lr", "eps", "weight_decay", "ema_decay", "elementwise_scale")},
+    **{name: np.bool_(False) for name in ("scale_weight_decay", "whiten", "spread_refreshes", "maximize", "stacked")},
+    **{name: np.int64(7) for name in ("precondition_frequency", "max_preconditioner_dim")},
+    **{"width_power": np.array(0.5), "refresh_growth": np.float64(1.5), "split": np.int64(2), "split_dim": np.int64(1)},
+}
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+def test_numbers_of_other_libraries(name: str) -> None:
+    """A number of numpy is that number, and a plain one in the group and the file, whoever is given it."""
+    value = NUMBERS[name]
+    kind = {"f": float, "b": bool, "i": int}[value.dtype.kind]
+    for optimizer in (
+        SPlus(parameters_of((4, 4)), **{name: value}),
+        SPlus([{"params": parameters_of((4, 4)), name: value}]),
+    ):
+        file = io.BytesIO()
+        torch.save(optimizer.state_dict(), file)
+        file.seek(0)
+        for group in (optimizer.param_groups[0], torch.load(file, weights_only=True)["param_groups"][0]):
+            assert type(group[name]) is kind
+            assert group[name] == value
+
+
+@pytest.mark.parametrize(
+    ("number", "truth", "limit"), [(0, False, 9), (np.bool_(False), False, 9), (1, True, 3), (np.bool_(True), True, 3)]
+)
+def test_whiten_as_a_number(number: Any, truth: bool, limit: int) -> None:
+    """0 and 1, as Hydra's command line may pass them, are no and yes; neither is "auto"."""
+    given, expected, auto = (
+        weights_after(lambda ps, value=value: SPlus(ps, whiten=value, max_preconditioner_dim=limit))  # type: ignore[misc]
+        for value in (number, truth, "auto")
+    )
+    assert same(given, expected)
+    assert not same(given, auto)
+
+
+# Options changed on a group whose state is made
+
+
+@pytest.mark.parametrize("mode", [True, False])
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        *(("max_preconditioner_dim", 4, r"factor_left .*\(5, 5\).*None"), ("whiten", False, "factor_left")),
+        *(("sides", "shorter", r"factor_left .*\(5, 5\).*None"), ("step_norm", "frobenius", "singular_vector")),
+        *(("stacked", True, r"factor_left .*\(3, 3\).*\(6, 2, 2\)"), ("split", 2, "split=2")),
+    ],
+)
+def test_option_that_does_not_fit_the_state(name: str, value: Any, message: str, mode: bool) -> None:
+    """An option set on a group that asks for other shapes is an error in all that uses it, changes nothing else, and
+    goes away when it is set back."""
+    parameters, twins = parameters_of(), parameters_of()
+    optimizer, undisturbed = SPlus(parameters), SPlus(twins)
+    for by, of in ((optimizer, parameters), (undisturbed, twins)):
+        drive(by, of, gradients_of(5))
+        by.train(mode)
+    before = everything(parameters, optimizer)
+    given = optimizer.param_groups[0][name]
+    optimizer.param_groups[0][name] = value
+    uses: list[Callable[[], object]] = [
+        *(optimizer.state_dict, optimizer.metrics, lambda: optimizer.train(not mode), lambda: copy.deepcopy(optimizer)),
+        lambda: optimizer.load_state_dict(undisturbed.state_dict()),
+        lambda: optimizer.add_param_group({"params": parameters_of((2, 2))}),
+        *([optimizer.step] if mode else []),
+    ]
+    for use in uses:
+        with pytest.raises(ValueError, match=message):
+            use()
+    optimizer.param_groups[0][name] = given
+    assert unchanged(before, everything(parameters, optimizer))
+    assert len(optimizer.param_groups) == 1
+    for by, of in ((optimizer.train(), parameters), (undisturbed.train(), twins)):
+        drive(by, of, gradients_of(5, seed=9))
+    assert same([p.detach() for p in parameters], [p.detach() for p in twins])
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("step_scale", "none"), ("matmul_dtype", torch.float32), ("oversized", "unrotated")]
+)
+def test_option_that_fits_the_state(name: str, value: Any) -> None:
+    """One that leaves the shapes as they are is used from the next step on, as in a copy and a resumed run."""
+    parameters = parameters_of()
+    optimizer = SPlus(parameters, lr=0.1, max_preconditioner_dim=100)
+    drive(optimizer, parameters, gradients_of(5))
+    plain, changed = copy.deepcopy((parameters, optimizer)), (parameters, optimizer)
+    optimizer.param_groups[0][name] = value
+    twins = copy.deepcopy(changed)
+    for of, by in (plain, changed, twins):
+        drive(by, of, gradients_of(15, seed=9))
+    ends = [[p.detach() for p in of] for of, _ in (plain, changed, twins)]
+    assert same(ends[1], ends[2])
+    assert same(ends[0], ends[1]) == (name == "oversized")

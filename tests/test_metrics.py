@@ -363,3 +363,12 @@ def test_hidden_size_must_be_positive(hidden_size: int) -> None:
     """The error names the value that was given."""
     with pytest.raises(ValueError, match=f"hidden_size={hidden_size} is given.*width"):
         lr_from_adam(1e-3, hidden_size)
+
+
+def test_empty_rows_have_no_update() -> None:
+    """A parameter whose rows are empty counts for nothing, also where steps are divided by a power of their length."""
+    empty, weight = nn.Parameter(torch.zeros(3, 0)), nn.Parameter(torch.ones(2, 3))
+    both, alone = (SPlus(ps, whiten=False, width_power=1.0) for ps in ([empty, weight], [weight]))
+    for optimizer in (both, alone):
+        optimizer.state[weight]["momentum"].fill_(1.0)
+    assert both.metrics()[0]["update_rms"] == alone.metrics()[0]["update_rms"] > 0

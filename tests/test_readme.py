@@ -29,6 +29,15 @@ def test_commands_exist() -> None:
     assert set(re.findall(r"make ([a-z]+)", README)) <= targets
 
 
+def test_tests_exist() -> None:
+    """Every test and file of tests that the guides name is there."""
+    tests = {path.name: path.read_text() for path in (ROOT / "tests").glob("*.py")}
+    defined = {name for text in tests.values() for name in re.findall(r"def (test_\w+)", text)}
+    named = set(re.findall(r"`(?:tests/)?(test_\w+(?:\.py)?)`", README))
+    assert named
+    assert named <= defined | set(tests)
+
+
 def test_published_settings_of_the_benchmark_are_the_package_s() -> None:
     """optimizer=splus_published is PAPER, but for what belongs to a run: its rate, decay and averaging horizon."""
     with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):

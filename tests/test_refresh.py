@@ -253,15 +253,40 @@ def test_only_the_failed_matrix_of_a_batch_is_decided_in_double(monkeypatch: pyt
     assert torch.equal(basis[1], torch.linalg.eigh(S[1].double()).eigenvectors.float())
 
 
-def test_out_of_memory_is_not_a_failed_decomposition(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Running out of memory in the solver is not hidden behind an old basis."""
+@pytest.mark.parametrize("dtype", [torch.float32, DOUBLE])
+@pytest.mark.parametrize("allocator", ["CUDA", "CPU"])
+def test_out_of_memory_is_not_a_failed_decomposition(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, allocator: str
+) -> None:
+    """Running out of memory in the solver, or in the one in fp64 after it, is not hidden behind an old basis."""
 
     def exhausted(S: Tensor, basis: Tensor) -> Tensor:
-        raise torch.OutOfMemoryError
+        if S.dtype != dtype:
+            return basis * 2
+        if allocator == "CUDA":
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return torch.empty(2**60)
 
     patch_solvers(monkeypatch, exhausted)
-    with pytest.raises(torch.OutOfMemoryError):
+    with pytest.raises(RuntimeError, match="memory"):
         refreshed_basis(torch.eye(3).unsqueeze(0), torch.eye(3).unsqueeze(0), "eigh")
+
+
+@pytest.mark.parametrize("method", ["qr", "eigh"])
+def test_device_without_a_solver(monkeypatch: pytest.MonkeyPatch, method: Any) -> None:
+    """Where torch has no kernel, bases are decomposed in fp64 on the CPU; it is said once and is no fault."""
+
+    def missing(S: Tensor, basis: Tensor) -> Tensor:
+        raise NotImplementedError("The operator is not currently implemented for the device.")
+
+    patch_solvers(monkeypatch, missing, only=torch.float32)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("default")
+        optimizer, parameter = settled(refresh_method=method)
+        drive(optimizer, [parameter], draws(5, 1, 4, 4, dtype=torch.float32))
+    assert ["has no solver" in str(warning.message) for warning in said] == [True]
+    state = optimizer.state[parameter]
+    assert basis_drift(state["factor_left"], state["basis_left"]).item() < 1e-5
 
 
 @pytest.mark.parametrize("method", ["qr", "eigh"])

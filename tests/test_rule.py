@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from reference import Reference, draws, drive
+from reference import Reference, draws, drive, factor, orthogonal
 from torch import Tensor, nn
 
 from splus import PAPER, SPlus
@@ -19,16 +19,6 @@ from splus.update import (
 )
 
 DOUBLE = torch.float64
-
-
-def orthogonal(n: int, seed: int = 0) -> Tensor:
-    return torch.linalg.qr(draws(1, n, n, seed=seed)[0]).Q
-
-
-def factor(n: int, seed: int = 0) -> Tensor:
-    """A positive definite matrix with eigenvalues that are apart."""
-    Q = orthogonal(n, seed)
-    return (Q * torch.logspace(0, -2, n, dtype=DOUBLE)) @ Q.T
 
 
 def start_from_full_rank(optimizer: SPlus, parameter: Tensor, reference: Reference | None = None) -> None:
@@ -216,6 +206,17 @@ def test_spectral_factor_is_one_power_iteration() -> None:
         factors, v = spectral_factor(U, v)
     torch.testing.assert_close(factors[0].item(), 24**0.5 / 4 / torch.linalg.matrix_norm(U[0], 2).item())
     assert start_vector(7).norm().item() == pytest.approx(1)
+
+
+def test_a_direction_that_turns_away_from_the_power_iteration_is_normalized() -> None:
+    """No step is longer than asked for when U v is zero, as of small matrices of signs, and the next is exact again."""
+    U, v = torch.ones(1, 2, 2, dtype=DOUBLE), torch.tensor([[1.0, -1.0]], dtype=DOUBLE) / 2**0.5
+    for _ in range(2):
+        size, v = spectral_factor(U, v)
+        assert size.item() * torch.linalg.matrix_norm(U, 2).item() == pytest.approx(0.5, rel=1e-14)
+    torch.testing.assert_close(v.abs(), torch.full_like(v, 0.5**0.5), rtol=1e-14, atol=0)
+    halves = torch.tensor([[[1.0, 1.0], [0.0, 0.0]]], dtype=DOUBLE)
+    assert spectral_factor(halves, torch.tensor([[1.0, -1.0]], dtype=DOUBLE) / 2**0.5)[0].item() == 0.25
 
 
 def test_elementwise_parameters_move_by_their_constant() -> None:

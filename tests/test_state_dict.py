@@ -1,9 +1,11 @@
 """Saving, loading, copying: a resumed or copied run is the uninterrupted one, and a wrong file changes nothing."""
 
 import copy
+import inspect
 import io
 import itertools
 import pickle
+import textwrap
 from collections.abc import Callable
 from typing import Any
 
@@ -274,6 +276,20 @@ def test_loading_moves_no_weight(saved_mode: bool, live_mode: bool, dtype: torch
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+def test_frozen_parameters_keep_their_weights_through_a_load_in_eval_mode(dtype: torch.dtype) -> None:
+    """Those that never trained too: the loaded state has the entries of the saved one, and training begins from it."""
+    parameter = nn.Parameter(draws(1, 4, 4, dtype=dtype)[0], requires_grad=False)
+    optimizer = SPlus([parameter])
+    before = parameter.clone()
+    saved = copy.deepcopy(optimizer.eval().state_dict())
+    parameter.data.zero_()
+    optimizer.load_state_dict(saved)
+    assert optimizer.state_dict()["state"][0].keys() == saved["state"][0].keys()
+    optimizer.train()
+    assert torch.equal(parameter, before)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("mode", [True, False])
 def test_loaded_state_is_not_shared(mode: bool, dtype: torch.dtype) -> None:
     """Two optimizers in one process share no memory after a load; training one leaves the other alone."""
@@ -464,6 +480,46 @@ def test_frozen_and_unused_parameters(mode: bool) -> None:
     assert runs[0] == runs[1]
 
 
+@pytest.mark.parametrize("named", [True, False])
+@pytest.mark.parametrize("saved_in", [True, False])
+@pytest.mark.parametrize("added_in", [True, False])
+def test_group_added_late_resumes_with_all_groups(added_in: bool, saved_in: bool, named: bool) -> None:
+    """A run that got a group on the way goes on in an optimizer made with both; adding that again is an error."""
+
+    def make() -> tuple[nn.Module, list[Any]]:
+        model = network()
+        return model, list(model.named_parameters() if named else model.parameters())
+
+    model, parameters = make()
+    optimizer = SPlus([{"params": parameters[:4], "lr": 0.1}], **BASE)
+    losses(model, optimizer, SHORT)
+    optimizer.train(added_in).add_param_group({"params": parameters[4:], "lr": 0.05})
+    losses(model, optimizer.train(), LONG)
+    optimizer.train(saved_in)
+    resumed, parameters = make()
+    restored = SPlus([{"params": parameters[:4]}, {"params": parameters[4:], "lr": 0.3}], **BASE)
+    resumed.load_state_dict(model.state_dict())
+    restored.load_state_dict(filed(optimizer.state_dict()))
+    assert [group["lr"] for group in restored.param_groups] == [0.1, 0.05]
+    with pytest.raises(ValueError, match="more than one parameter group"):
+        restored.add_param_group({"params": parameters[4:]})
+    assert losses(resumed, restored.train(), LONG) == losses(model, optimizer.train(), LONG)
+
+
+def test_groups_of_two_modes_are_refused() -> None:
+    """A file put together from groups in eval mode and in train mode has no weights for some of them."""
+
+    def make() -> SPlus:
+        return SPlus([{"params": [parameter]} for parameter in network().parameters()], **BASE)
+
+    optimizer, state_dict = make(), make().state_dict()
+    before = copy.deepcopy(optimizer.state_dict())
+    state_dict["param_groups"][3]["training"] = False
+    with pytest.raises(ValueError, match=r"training=\[True, True, True, False"):
+        optimizer.load_state_dict(state_dict)
+    assert differences(optimizer.state_dict(), before) == []
+
+
 # Files of something else
 
 
@@ -491,6 +547,7 @@ WRONG: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
     "another shape": (lambda sd: sd["state"][7].update(momentum=torch.zeros(4)), r"momentum of .*7 .*\(4,\).*\(3,\)"),
     "a number for a tensor": (lambda sd: sd["state"][7].update(momentum=0.0), "momentum of .*7 "),
     "no number for the steps": (lambda sd: sd["state"][7].update(step="many"), "step of .*7 "),
+    "a size that is not finite": (lambda sd: sd["state"][0].update(peak=float("nan")), "peak of .*nan"),
     "eval mode, without the weights": (lambda sd: sd["param_groups"][0].update(training=False), "weights"),
     "limit": (lambda sd: optimizer_of(network(), max_preconditioner_dim=5).state_dict(), "max_preconditioner_dim=5"),
     "whiten": (lambda sd: optimizer_of(network(), whiten="2d").state_dict(), "whiten='2d'"),
@@ -537,6 +594,26 @@ def test_another_head_is_named_with_both_shapes() -> None:
     optimizer = SPlus(model.named_parameters())
     with pytest.raises(ValueError, match=r"'weight'.*\(20, 4\).*\(10, 4\)"):
         optimizer.load_state_dict(SPlus(other.named_parameters()).state_dict())
+
+
+@pytest.mark.parametrize("mode", [True, False])
+@pytest.mark.parametrize("kind", ["default", "groups"])
+def test_new_head_starts_afresh_as_documented(kind: str, mode: bool) -> None:
+    """The recipe of load_state_dict: what fits the file comes from it, a new head is as new, and both train on."""
+    recipe = textwrap.dedent((inspect.getdoc(SPlus.load_state_dict) or "").split("::\n")[1].split("Raises:")[0])
+    model, source = trained(kind)
+    resumed = network(seed=1)
+    resumed[9] = nn.Linear(6, 5)
+    optimizer = optimizer_of(resumed, kind).train(mode)
+    new = copy.deepcopy([optimizer.state[p] for p in resumed[9].parameters()])
+    saved = filed(source.train(mode).state_dict())
+    exec(recipe, {"optimizer": optimizer, "saved": saved})
+    for old, of in zip(model[:9].parameters(), resumed[:9].parameters()):
+        assert differences(optimizer.state[of], source.state[old]) == []
+    assert differences([optimizer.state[p] for p in resumed[9].parameters()], new) == []
+    resumed(draws(4, 2, 3, 3, dtype=torch.float32)).square().mean().backward()
+    optimizer.train().step()
+    assert [optimizer.state[resumed[i].weight]["step"] for i in (7, 9)] == [9, 1]
 
 
 # Names

@@ -238,6 +238,21 @@ def test_shorter_side_follows_the_reference(shape: tuple[int, int], left: bool) 
         torch.testing.assert_close(parameter.detach(), reference.W, rtol=0, atol=1e-10)
 
 
+@pytest.mark.parametrize(("shape", "both"), [((2, 200), True), ((2, 201), False), ((301, 3), False), ((1, 50), False)])
+def test_the_side_of_a_stretched_matrix_is_left_unrotated(shape: tuple[int, int], both: bool) -> None:
+    """More than 100 times the other, unless it is asked for; what is left is the lean mode."""
+    auto, lean, full = (
+        SPlus([nn.Parameter(torch.zeros(shape))], sides=sides, whiten=min(shape) > 1)
+        for sides in ("auto", "shorter", "both")
+    )
+
+    def entries(optimizer: SPlus) -> set[str]:
+        return set(optimizer.state[optimizer.param_groups[0]["params"][0]])
+
+    assert entries(auto) == entries(full if both else lean)
+    assert (entries(full) == entries(lean)) == (min(shape) == 1)
+
+
 def test_state_of_the_lean_mode_is_small() -> None:
     """Of a Transformer's block the state takes 12 bytes a parameter, 11 with bases in bf16, and a vector a matrix."""
     width = 64
