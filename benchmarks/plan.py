@@ -18,7 +18,8 @@ from rich.console import Console
 from rich.table import Table
 
 from splus.matrices import MatrixLayout, matrix_layout
-from splus.ownership import Box, Ownership, held_box, matrix_work, own, whole
+from splus.ownership import Box, Loads, Ownership, held_box, matrix_work, own, whole
+from splus.plan import refresh_turns
 
 # Layers, and the shapes of the matrices of one; stacked experts are one parameter.
 MODELS: Mapping[str, tuple[int, list[tuple[int, ...]]]] = {
@@ -51,14 +52,16 @@ def main() -> None:
 
 
 def row(layouts: Mapping[int, MatrixLayout], ranks: int, period: int) -> list[str]:
-    replicated = own(layouts, {i: [whole(layout)] * ranks for i, layout in layouts.items()}, ranks, period)
-    sharded = own(layouts, {i: row_shards(layout, ranks) for i, layout in layouts.items()}, ranks, period)
-    loads = replicated.loads(period)
-    mean = sum(loads) / ranks
+    turns = refresh_turns(layouts, period, spread=True)
+    loads = Loads(ranks)
+    replicated = own(layouts, {i: [whole(layout)] * ranks for i, layout in layouts.items()}, loads, period, turns)
+    held = {i: row_shards(layout, ranks) for i, layout in layouts.items()}
+    sharded = own(layouts, held, Loads(ranks), period, turns)
+    mean = sum(loads.total) / ranks
     traffic = [gigabytes(max(side)) for ownership in (replicated, sharded) for side in ownership.traffic()]
     state = gigabytes(max(state_entries(replicated)))
     return [
-        *(f"{len(replicated.owners)}", f"{max(loads) / mean:.2f}", f"{least(replicated, period) / mean:.2f}"),
+        *(f"{len(replicated.owners)}", f"{max(loads.total) / mean:.2f}", f"{least(replicated, period) / mean:.2f}"),
         *(state, *traffic),
     ]
 

@@ -4,7 +4,7 @@ import math
 import operator
 from collections.abc import Collection, Iterator, Mapping, MutableMapping, Sequence
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
@@ -13,10 +13,14 @@ from torch import Tensor
 
 from splus.arguments import STRUCTURAL, check_parameter, parameter_name, per_parameter
 from splus.buckets import Bucket
+from splus.exchange import Exchange
 from splus.faults import Faults
 from splus.matrices import MatrixLayout, matrix_layout
+from splus.owned import put
+from splus.ownership import Matrix, Ownership, own
 from splus.plan import BATCH_LIMIT, Piece, RefreshSchedule, Slot, plan_buckets, refresh_schedule, refresh_turns
 from splus.precision import LOW_PRECISION, state_dtype
+from splus.teams import Team, Teams, local
 
 # A run that skips this many batches in a row for a gradient that is not finite is not training any more.
 # GradScaler, which halves its scale at each, gets from 2**16 to 2**6 in as many.
@@ -41,11 +45,19 @@ class GroupBooks:
         layouts: of the whitened ones.
         elementwise: positions of the others.
         kinds: the dtype and device they had when their state was made.
+        teams: of the parameters that ranks share.
+        exchanges: of the buckets, in their order; None for one of this process alone.
         gradient_faults, decomposition_faults: by position, and by position and part.
         refreshes, refresh_seconds: matrices refreshed so far, and the time that took.
     """
 
-    def __init__(self, group: Mapping[str, Any], index: int) -> None:
+    def __init__(
+        self,
+        group: Mapping[str, Any],
+        index: int,
+        teams: Teams,
+        owned: Mapping[Tensor, Mapping[Matrix, int]] | None = None,
+    ) -> None:
         self._listed = list(group["params"])
         self._decisive = deepcopy(_decisive(group))
         positions = {parameter: position for position, parameter in reversed(list(enumerate(group["params"])))}
@@ -55,13 +67,28 @@ class GroupBooks:
             check_parameter(parameter, self.names[position])
         self.layouts = self._layouts(group)
         self.elementwise = [position for position in self.parameters if position not in self.layouts]
-        dtypes = {position: state_dtype(self.parameters[position].dtype) for position in self.layouts}
-        devices = {position: self.parameters[position].device for position in self.layouts}
-        spectral = group["step_norm"] == "spectral"
-        plans = plan_buckets(self.layouts, dtypes, devices)
-        self.buckets = [Bucket(plan, group["matmul_dtype"], spectral) for plan in plans]
         self.kinds = {position: (p.dtype, p.device) for position, p in self.parameters.items()}
         self._refreshes: tuple[tuple[Any, ...], RefreshSchedule, dict[int, int]] | None = None
+        self.teams = self._teams(teams)
+        distinct = list(dict.fromkeys(self.teams.values()))
+        self.ownerships = [self._own(group, team, owned or {}) for team in distinct]
+        plans = plan_buckets(
+            self.layouts,
+            {position: state_dtype(self.parameters[position].dtype) for position in self.layouts},
+            {position: self.parameters[position].device for position in self.layouts},
+            {position: distinct.index(team) for position, team in self.teams.items()},
+            {key: found for team, of in zip(distinct, self.ownerships) for key, found in of.indices(team.rank).items()},
+        )
+        self.buckets = [Bucket(plan, group["matmul_dtype"], group["step_norm"] == "spectral") for plan in plans]
+        self.exchanges = [
+            None
+            if plan.team is None
+            else Exchange(
+                self.ownerships[plan.team].restricted({(slot.parameter, slot.part) for slot in plan.slots}),
+                distinct[plan.team].group,
+            )
+            for plan in plans
+        ]
         self.gradient_faults = Faults(GRADIENT_FAULT_LIMIT)
         self.decomposition_faults = Faults(DECOMPOSITION_FAULT_LIMIT)
         self.refreshes = 0
@@ -88,6 +115,51 @@ class GroupBooks:
                 raise ValueError(f"{self.names[position]}: {error}") from None
         return layouts
 
+    def _teams(self, teams: Teams) -> dict[int, Team]:
+        found = {}
+        for position, parameter in self.parameters.items():
+            team = teams.of(parameter)
+            if team is not None:
+                team.check(parameter, self.names[position])
+                found[position] = team
+        return found
+
+    def _own(self, group: Mapping[str, Any], team: Team, owned: Mapping[Tensor, Mapping[Matrix, int]]) -> Ownership:
+        """Share the matrices of a team's parameters; those of ``owned`` keep their owners."""
+        layouts = {position: layout for position, layout in self.layouts.items() if self.teams.get(position) is team}
+        held = {}
+        for position, layout in layouts.items():
+            try:
+                held[position] = team.held(self.parameters[position], layout)
+            except ValueError as error:
+                raise ValueError(f"{self.names[position]}: {error}") from None
+        kept = {
+            replace(matrix, parameter=position): owner
+            for position in layouts
+            for matrix, owner in owned.get(self.parameters[position], {}).items()
+        }
+        return own(layouts, held, team.loads, group["precondition_frequency"], self.refresh_plan(group)[1], kept)
+
+    def plan_of(self, position: int) -> tuple[Any, ...]:
+        """What all ranks that share a parameter must have planned alike."""
+        owners = [
+            owner for of in self.ownerships for matrix, owner in of.owners.items() if matrix.parameter == position
+        ]
+        parameter = self.parameters[position]
+        return tuple(parameter.shape), parameter.dtype, self.layouts.get(position), owners
+
+    def shared(self) -> dict[Tensor, Team]:
+        """The parameters that ranks share, and which."""
+        return {self.parameters[position]: team for position, team in self.teams.items()}
+
+    def owners(self) -> dict[Tensor, dict[Matrix, int]]:
+        """Who owns the matrices of each shared parameter."""
+        found: dict[Tensor, dict[Matrix, int]] = {}
+        for ownership in self.ownerships:
+            for matrix, owner in ownership.owners.items():
+                found.setdefault(self.parameters[matrix.parameter], {})[matrix] = owner
+        return found
+
     def are_of(self, group: Mapping[str, Any], state: State) -> bool:
         """Whether these are the books of the parameters and options the group has now, and all have their state."""
         same = len(group["params"]) == len(self._listed) and all(map(operator.is_, group["params"], self._listed))
@@ -101,6 +173,10 @@ class GroupBooks:
             schedule = refresh_schedule(period, growth, *((FIRST_ROUND, SHORTEST_ROUND) if spread else (1, 1)))
             self._refreshes = (settings, schedule, refresh_turns(self.layouts, period, spread))
         return self._refreshes[1:]
+
+    def is_in_order(self, position: int) -> bool:
+        """Whether the parameter's entries must lie in order for its matrices to be written to in place."""
+        return position in self.layouts and (position in self.teams or self.layouts[position].divided)
 
     def slots(self) -> Iterator[tuple[Bucket, Slot]]:
         """Every parameter's matrices, bucket by bucket."""
@@ -125,7 +201,7 @@ class GroupBooks:
         states: dict[int, dict[str, Any]] = {}
         for position, parameter in self.parameters.items():
             weights = parameter.detach().to(state_dtype(parameter.dtype), copy=True)
-            if position in self.layouts and self.layouts[position].divided:
+            if self.is_in_order(position):
                 weights = weights.contiguous()
             states[position] = {"step": 0, "average": weights}
             if parameter.dtype in LOW_PRECISION:
@@ -150,14 +226,29 @@ class Batch:
         """Their positions in the bucket."""
         return slice(self.pieces[0].begin, self.pieces[-1].end)
 
+    @property
+    def sections(self) -> list[int]:
+        """The number of matrices of each piece."""
+        return [piece.end - piece.begin for piece in self.pieces]
+
 
 def matrix_batches(books: GroupBooks, positions: Collection[int]) -> list[Batch]:
-    """The matrices of the parameters at these positions in the group, in as few batches as there can be."""
+    """The matrices of the parameters at these positions in the group, in as few batches as there can be.
+
+    Those of shared buckets are not among them.
+    """
     return [
-        Batch(bucket, pieces)
-        for bucket in books.buckets
-        for pieces in bucket.plan.runs([slot for slot in bucket.plan.slots if slot.parameter in positions])
+        batch
+        for bucket, exchange in zip(books.buckets, books.exchanges)
+        if exchange is None
+        for batch in bucket_batches(bucket, positions)
     ]
+
+
+def bucket_batches(bucket: Bucket, positions: Collection[int]) -> list[Batch]:
+    """The matrices of a bucket that belong to the parameters at these positions."""
+    runs = bucket.plan.runs([slot for slot in bucket.plan.slots if slot.parameter in positions])
+    return [Batch(bucket, pieces) for pieces in runs]
 
 
 def elementwise_batches(books: GroupBooks, positions: Collection[int]) -> list[list[tuple[int, slice | None]]]:
@@ -172,7 +263,7 @@ def elementwise_batches(books: GroupBooks, positions: Collection[int]) -> list[l
             continue
         parameter = books.parameters[position]
         own = (parameter.dtype, parameter.device, parameter.shape[-1] if parameter.ndim > 1 else None)
-        for rows, count in _row_slices(parameter):
+        for rows, count in _row_slices(local(parameter)):
             if count > room or own != kind:
                 batches.append([])
                 room, kind = BATCH_LIMIT, own
@@ -183,6 +274,8 @@ def elementwise_batches(books: GroupBooks, positions: Collection[int]) -> list[l
 
 def _row_slices(parameter: Tensor) -> list[tuple[slice | None, int]]:
     """Slices of rows with at most BATCH_LIMIT entries, and their entries; None for all rows."""
+    if parameter.numel() == 0:
+        return []
     if parameter.numel() <= BATCH_LIMIT:
         return [(None, parameter.numel())]
     rows, entries = len(parameter), parameter[0].numel()
@@ -195,9 +288,10 @@ def overwrite(live: dict[str, Any], saved: Mapping[str, Any]) -> None:
     """Put saved values into a parameter's live state, in place, so that views stay views and nothing is shared."""
     for key, value in saved.items():
         if key not in live:
-            live[key] = torch.empty_like(live["average"]).copy_(value)
+            live[key] = torch.empty_like(live["average"])
+            put(live[key], value)
         elif isinstance(live[key], Tensor):
-            live[key].copy_(value)
+            put(live[key], value)
         else:
             live[key] = type(live[key])(value)
 

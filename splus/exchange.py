@@ -1,6 +1,6 @@
 """Communication of a step, in two visible phases: gradients to the owners of matrices, updates to the holders."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -12,7 +12,7 @@ from splus.ownership import Matrix, Message, Ownership, Route
 
 @dataclass(frozen=True)
 class Arrival:
-    """Entries ``box`` of the matrix's parameter, seen as (stack, rows, columns)."""
+    """Entries ``message.box`` of the matrix's parameter, seen as (stack, rows, columns)."""
 
     message: Message
     values: Tensor
@@ -25,7 +25,8 @@ class Transfer:
         self, route: Route, rank: int, values: list[list[Tensor]], like: Tensor, group: dist.ProcessGroup | None
     ):
         self._route, self._rank = route, rank
-        self._own = values[rank]
+        # Contiguous as what arrives from others is, so that every rank adds it up in the same way.
+        self._own = [piece.contiguous() for piece in values[rank]]
         send_sizes, receive_sizes = route.send_sizes, route.receive_sizes
         send_sizes[rank] = receive_sizes[rank] = 0
         travelling = [piece.reshape(-1) for target, pieces in enumerate(values) if target != rank for piece in pieces]
@@ -64,8 +65,8 @@ class Exchange:
         self.rank = dist.get_rank(group)
         self._routes: dict[frozenset[int], tuple[Route, Route]] = {}
 
-    def gradients(self, held: Mapping[int, Tensor], like: Tensor) -> dict[Matrix, Tensor]:
-        """Phase 1: the whole gradients (m, n) of the matrices that this rank owns.
+    def send_gradients(self, held: Mapping[int, Tensor], like: Tensor) -> Transfer:
+        """Phase 1: gradients set off to the owners of their matrices.
 
         Args:
             held: by parameter, what this rank holds of its gradient, (stack, rows, columns) of its box; any empty
@@ -77,23 +78,27 @@ class Exchange:
             [held[message.matrix.parameter][self.place(message)].to(like.dtype) for message in messages]
             for messages in route.sent
         ]
+        return Transfer(route, self.rank, values, like, self.group)
+
+    def gradients(self, transfer: Transfer, parameters: Collection[int], like: Tensor) -> dict[Matrix, Tensor]:
+        """The whole gradients (m, n) of the matrices that this rank owns, when they have come."""
         whole = {
             matrix: like.new_empty(self.ownership.box(matrix).sizes)
             for matrix in self.ownership.of(self.rank)
-            if matrix.parameter in held
+            if matrix.parameter in parameters
         }
-        for arrival in Transfer(route, self.rank, values, like, self.group).arrivals():
+        for arrival in transfer.arrivals():
             message = arrival.message
             whole[message.matrix][message.box.within(self.ownership.box(message.matrix))] = arrival.values
         return {matrix: gradient[0] for matrix, gradient in whole.items()}
 
-    def updates(self, computed: Mapping[Matrix, Tensor], parameters: frozenset[int], like: Tensor) -> Transfer:
+    def send_updates(self, computed: Mapping[Matrix, Tensor], parameters: Collection[int], like: Tensor) -> Transfer:
         """Phase 2: the updates (m, n) of this rank's matrices set off to whoever holds their entries.
 
         Args:
-            parameters: those that have been passed to :meth:`gradients`.
+            parameters: those that have been passed to :meth:`send_gradients`.
         """
-        _, route = self._route(parameters)
+        _, route = self._route(frozenset(parameters))
         values = [
             [
                 computed[message.matrix].unsqueeze(0)[message.box.within(self.ownership.box(message.matrix))]

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch._compile import _disable_dynamo
 from torch.optim.optimizer import Optimizer, ParamsT
 
+from splus.agreement import check_plans
 from splus.arguments import check_group, check_not_flattened, make_plain, refuse_unsupported
 from splus.averaging import keep_weights, put_back_weights, put_in_averages
 from splus.books import GroupBooks
@@ -16,9 +17,12 @@ from splus.gradients import usable_gradients
 from splus.loading import load_optimizer_state
 from splus.matrices import Oversized, Sections, Sides
 from splus.metrics import group_metrics
+from splus.owned import full
 from splus.phases import Prepared, refresh_bases, step_group
 from splus.precision import exact_arithmetic
 from splus.scaling import StepNorm, StepScale
+from splus.shared import step_shared
+from splus.teams import ProcessGroup, Teams
 from splus.workspace import Workspace
 
 
@@ -86,6 +90,9 @@ class SPlus(Optimizer):
             10 steps, and no matrix twice within 5. False refreshes all at once, from step 1 on.
         maximize: ascend instead of descend.
         foreach: accepted for Adam's sake; steps are batched whatever it says.
+        process_group: ranks that hold the same parameters and gradients, as with DistributedDataParallel, and share the
+            work: each keeps momentum, factors and bases of its own matrices only. DTensors are shared by their mesh
+            without it; with it, by the ranks of their mesh that are in it.
         amsgrad, capturable, differentiable, fused, decoupled_weight_decay: arguments of Adam that raise a ValueError
             when set to anything but their value here.
 
@@ -145,6 +152,7 @@ class SPlus(Optimizer):
         differentiable: bool = False,
         fused: bool | None = None,
         decoupled_weight_decay: bool = True,
+        process_group: ProcessGroup | None = None,
     ) -> None:
         refuse_unsupported(
             amsgrad=amsgrad,
@@ -181,6 +189,8 @@ class SPlus(Optimizer):
         }
         self._books: list[GroupBooks] = []
         self._workspace = Workspace()
+        self._teams = Teams(process_group)
+        self._plans_checked = True
         super().__init__(params, defaults)
 
     @torch.no_grad()
@@ -193,12 +203,13 @@ class SPlus(Optimizer):
             make_plain(group)
             check_group(group)
             group["betas"] = tuple(float(beta) for beta in group["betas"])
-            books = GroupBooks(group, len(self._books))
+            books = GroupBooks(group, len(self._books), self._teams)
         except ValueError:
             self.param_groups.pop()
             raise
         group["training"] = not self._books or self.training
         self._books.append(books)
+        self._plans_checked = False
         self.state.update(books.linked_state(self.state))
         if not self.training:
             keep_weights(books.parameters.values(), self.state)
@@ -240,6 +251,9 @@ class SPlus(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         self._follow_groups()
+        if not self._plans_checked:
+            check_plans(self._books)
+            self._plans_checked = True
         gradients, sizes = usable_gradients(self._books)
         with exact_arithmetic({gradient.device.type for of_group in gradients for gradient in of_group.values()}):
             prepared = [
@@ -247,7 +261,9 @@ class SPlus(Optimizer):
                 for books, found, of_group in zip(self._books, gradients, sizes)
             ]
             for group, ready in zip(self.param_groups, prepared):
-                step_group(group, ready, self._workspace)
+                with ready.written_back():
+                    step_group(group, ready, self._workspace)
+                    step_shared(group, ready, self.state, self._workspace)
             for group, books, found in zip(self.param_groups, self._books, gradients):
                 refresh_bases(group, books, self.state, found)
         return loss
@@ -324,10 +340,36 @@ class SPlus(Optimizer):
         self._follow_groups()
         load_optimizer_state(self, state_dict)
 
+    def full_state_dict(self) -> dict[str, Any]:
+        """As :meth:`state_dict`, with every tensor whole and on the CPU, also what ranks share; all of them call this.
+
+        :meth:`load_state_dict` takes it on any number of ranks, called on each of them. It needs the memory for the
+        whole state on every rank; :mod:`torch.distributed.checkpoint` does not.
+        """
+        state_dict = self.state_dict()
+        teams = {parameter: team for books in self._books for parameter, team in books.shared().items()}
+        order = [parameter for group in self.param_groups for parameter in group["params"]]
+        for index, state in state_dict["state"].items():
+            group = teams[order[index]].group if order[index] in teams else None
+            state_dict["state"][index] = {
+                key: full(value, group) if isinstance(value, Tensor) else value for key, value in state.items()
+            }
+        return state_dict
+
+    def __getstate__(self) -> dict[str, Any]:
+        if any(books.teams for books in self._books):
+            raise RuntimeError(
+                "An SPlus that shares its work among ranks cannot be copied or pickled. Make a new one, and load what "
+                "state_dict() or full_state_dict() of this one returns."
+            )
+        return super().__getstate__()
+
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self._books = []
         self._workspace = Workspace()
+        self._teams = Teams(None)
+        self._plans_checked = True
         self._follow_groups()
 
     @torch.no_grad()
@@ -346,7 +388,10 @@ class SPlus(Optimizer):
             return
         for books, group in zip(self._books, groups):
             check_not_flattened(group, [books.names[position] for position in books.layouts], self.state)
-        renewed = [GroupBooks(group, index) for index, group in enumerate(groups)]
+        owned = {parameter: owners for books in self._books for parameter, owners in books.owners().items()}
+        self._teams.start_anew()
+        renewed = [GroupBooks(group, index, self._teams, owned) for index, group in enumerate(groups)]
+        self._plans_checked = False
         linked = [books.linked_state(self.state) for books in renewed]
         listed = {parameter for group in groups for parameter in group["params"]}
         for parameter in [parameter for parameter in self.state if parameter not in listed]:

@@ -12,10 +12,9 @@ parameter, and what a matrix covers of it, are boxes in the parameter seen as (s
                 └───────┴───────┘
 """
 
-import heapq
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from splus.matrices import MatrixLayout, Part
 
@@ -65,19 +64,30 @@ def matrix_work(part: Part, period: int) -> int:
     """Multiplications for one matrix of a part, over a whole period between refreshes."""
     m, n = part.m, part.n
     sides = part.rotate_left * m + part.rotate_right * n
-    cubes = part.rotate_left * m**3 + part.rotate_right * n**3
-    return period * (3 * m * n * sides + m * n) + REFRESH_WORK * cubes
+    return period * (3 * m * n * sides + m * n) + refresh_work(part)
 
 
-def assign_owners(work: Sequence[int], ranks: int) -> list[int]:
-    """The owner of each matrix: longest first onto the rank with the least work so far; ties go to the lower number."""
-    loads = [(0, rank) for rank in range(ranks)]
-    owners = [0] * len(work)
-    for place in sorted(range(len(work)), key=lambda i: (-work[i], i)):
-        load, rank = heapq.heappop(loads)
-        owners[place] = rank
-        heapq.heappush(loads, (load + work[place], rank))
-    return owners
+def refresh_work(part: Part) -> int:
+    """Multiplications for one refresh of the bases of a matrix of a part."""
+    return REFRESH_WORK * (part.rotate_left * part.m**3 + part.rotate_right * part.n**3)
+
+
+class Loads:
+    """What each of ``ranks`` ranks has been given to compute: in all, and in refreshes at each turn."""
+
+    def __init__(self, ranks: int) -> None:
+        self.total = [0] * ranks
+        self.at_turn: dict[int, list[int]] = {}
+
+    def give(self, rank: int, work: int, turn: int, refresh: int) -> None:
+        """Have a rank do ``work`` over a period, ``refresh`` of it at ``turn``."""
+        self.total[rank] += work
+        self.at_turn.setdefault(turn, [0] * len(self.total))[rank] += refresh
+
+    def least(self, turn: int) -> int:
+        """The rank with the least work; of these the one with the least at this turn; of these the first."""
+        at_turn = self.at_turn.get(turn, [0] * len(self.total))
+        return min(range(len(self.total)), key=lambda rank: (self.total[rank], at_turn[rank]))
 
 
 @dataclass(frozen=True, order=True)
@@ -142,6 +152,13 @@ class Ownership:
         """The matrices that a rank owns, in the order of the parameters."""
         return [matrix for matrix, owner in self.owners.items() if owner == rank]
 
+    def indices(self, rank: int) -> dict[tuple[int, int], list[int]]:
+        """By parameter and part, which matrices a rank owns."""
+        found: dict[tuple[int, int], list[int]] = {}
+        for matrix, owner in self.owners.items():
+            found.setdefault((matrix.parameter, matrix.part), []).extend([matrix.index] if owner == rank else [])
+        return found
+
     def box(self, matrix: Matrix) -> Box:
         layout = self.layouts[matrix.parameter]
         return matrix_box(layout, layout.parts[matrix.part], matrix.index)
@@ -165,15 +182,16 @@ class Ownership:
         """What of the gradients of the parameters ``stepped`` a rank sends and receives."""
         route = Route.empty(self.ranks)
         for matrix, owner in self._matrices(stepped):
-            for source, box in self.sources(matrix):
-                route.note(rank, source, owner, Message(matrix, box))
+            if owner == rank or self.shared(matrix, rank) is not None:
+                for source, box in self.sources(matrix):
+                    route.note(rank, source, owner, Message(matrix, box))
         return route
 
     def update_route(self, rank: int, stepped: Collection[int]) -> "Route":
         """What of the updates of the parameters ``stepped`` a rank sends and receives."""
         route = Route.empty(self.ranks)
         for matrix, owner in self._matrices(stepped):
-            for holder in range(self.ranks):
+            for holder in range(self.ranks) if owner == rank else (rank,):
                 box = self.shared(matrix, holder)
                 if box is not None:
                     route.note(rank, owner, holder, Message(matrix, box))
@@ -195,26 +213,45 @@ class Ownership:
     def _matrices(self, stepped: Collection[int]) -> Iterator[tuple[Matrix, int]]:
         return ((matrix, owner) for matrix, owner in self.owners.items() if matrix.parameter in stepped)
 
-    def loads(self, period: int) -> list[int]:
-        """The work of each rank."""
-        loads = [0] * self.ranks
-        for matrix, owner in self.owners.items():
-            loads[owner] += matrix_work(self.layouts[matrix.parameter].parts[matrix.part], period)
-        return loads
+    def restricted(self, matrices: Collection[tuple[int, int]]) -> "Ownership":
+        """The ownership of the matrices of these (parameter, part) alone."""
+        owners = {matrix: owner for matrix, owner in self.owners.items() if (matrix.parameter, matrix.part) in matrices}
+        return replace(self, owners=owners)
 
 
 def own(
-    layouts: Mapping[int, MatrixLayout], held: Mapping[int, Sequence[Box | None]], ranks: int, period: int
+    layouts: Mapping[int, MatrixLayout],
+    held: Mapping[int, Sequence[Box | None]],
+    loads: Loads,
+    period: int,
+    turns: Mapping[int, int],
+    kept: Mapping[Matrix, int] | None = None,
 ) -> Ownership:
-    """Share the matrices of a group's whitened parameters among the ranks."""
+    """Share the matrices of a group's whitened parameters among the ranks: longest first onto the least loaded.
+
+    Args:
+        held: by parameter, what each rank holds of it.
+        loads: of the ranks so far, which grow by these matrices.
+        period, turns: as in :class:`~splus.plan.RefreshSchedule`.
+        kept: matrices that have an owner already.
+    """
     matrices = [
         Matrix(parameter, part, index)
         for parameter, layout in layouts.items()
         for part, of in enumerate(layout.parts)
         for index in range(layout.count(of))
     ]
-    work = [matrix_work(layouts[matrix.parameter].parts[matrix.part], period) for matrix in matrices]
-    return Ownership(ranks, layouts, dict(zip(matrices, assign_owners(work, ranks))), held)
+    owners = dict.fromkeys(matrices, 0)
+    kept = {} if kept is None else kept
+    parts = {matrix: layouts[matrix.parameter].parts[matrix.part] for matrix in matrices}
+    longest_first = sorted(
+        matrices, key=lambda matrix: (matrix not in kept, -matrix_work(parts[matrix], period), matrix)
+    )
+    for matrix in longest_first:
+        turn = turns[matrix.parameter]
+        owners[matrix] = kept[matrix] if matrix in kept else loads.least(turn)
+        loads.give(owners[matrix], matrix_work(parts[matrix], period), turn, refresh_work(parts[matrix]))
+    return Ownership(len(loads.total), layouts, owners, held)
 
 
 def whole(layout: MatrixLayout) -> Box:

@@ -5,11 +5,11 @@ from collections.abc import Sequence
 import pytest
 import torch
 from ranks import on_ranks
-from test_ownership import sharded
+from test_ownership import owned, sharded
 
 from splus.exchange import Exchange
 from splus.matrices import matrix_layout
-from splus.ownership import Box, own, whole
+from splus.ownership import Box, whole
 
 LAYOUTS = {
     0: matrix_layout((6, 5), max_side=9),
@@ -31,7 +31,7 @@ def holdings(kind: str, ranks: int) -> dict[int, Sequence[Box | None]]:
 def round_trip(rank: int, kind: str, ranks: int, stepped: list[int]) -> None:
     """The "update" of a gradient is its negative: it must come back to each place it came from."""
     held = holdings(kind, ranks)
-    exchange = Exchange(own(LAYOUTS, held, ranks, period=10))
+    exchange = Exchange(owned(LAYOUTS, held, ranks))
     like = torch.empty(0)
     truth, local = {}, {}
     for i in stepped:
@@ -39,12 +39,12 @@ def round_trip(rank: int, kind: str, ranks: int, stepped: list[int]) -> None:
         truth[i] = torch.rand(layout.stack, layout.rows, layout.columns, generator=torch.Generator().manual_seed(i))
         box = held[i][rank]
         local[i] = torch.empty(0) if box is None else truth[i][box.within(whole(layout))].clone()
-    gradients = exchange.gradients(local, like)
+    gradients = exchange.gradients(exchange.send_gradients(local, like), local, like)
     for matrix, gradient in gradients.items():
         place = exchange.ownership.box(matrix).within(whole(LAYOUTS[matrix.parameter]))
         assert torch.equal(gradient, truth[matrix.parameter][place][0])
     home = {i: torch.full_like(values, torch.nan) for i, values in local.items()}
-    transfer = exchange.updates({matrix: -gradient for matrix, gradient in gradients.items()}, frozenset(local), like)
+    transfer = exchange.send_updates({matrix: -gradient for matrix, gradient in gradients.items()}, local, like)
     for arrival in transfer.arrivals():
         home[arrival.message.matrix.parameter][exchange.place(arrival.message)] = arrival.values
     for i, values in local.items():

@@ -1,6 +1,7 @@
 """Who owns which matrix, and what travels for it: no entry is lost, none is sent twice, and ranks work alike."""
 
 import math
+from collections.abc import Mapping, Sequence
 
 import pytest
 import torch
@@ -8,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from splus.matrices import MatrixLayout, matrix_layout
-from splus.ownership import Box, assign_owners, held_box, matrix_box, own, whole
+from splus.ownership import Box, Loads, Matrix, Ownership, held_box, matrix_box, own, whole
 
 
 def chunk(length: int, ranks: int, rank: int) -> tuple[int, int]:
@@ -25,6 +26,10 @@ def sharded(layout: MatrixLayout, ranks: int, dim: int) -> list[Box | None]:
         offset[dim], sizes[dim] = chunk(layout.shape[dim], ranks, rank)
         boxes.append(held_box(layout, offset, sizes))
     return boxes
+
+
+def owned(layouts: Mapping[int, MatrixLayout], held: Mapping[int, Sequence[Box | None]], ranks: int) -> Ownership:
+    return own(layouts, held, Loads(ranks), period=10, turns=dict.fromkeys(layouts, 0))
 
 
 layouts = st.sampled_from(
@@ -63,7 +68,7 @@ def test_gradients_reach_the_owner_and_updates_every_holder(
     for parameter, layout in by_parameter.items():
         dim = data.draw(st.sampled_from([None, 0, *([1] if len(layout.shape) == 2 else [])]))
         held[parameter] = [whole(layout)] * ranks if dim is None else sharded(layout, ranks, dim)
-    ownership = own(by_parameter, held, ranks, period=10)
+    ownership = owned(by_parameter, held, ranks)
     truth = {p: torch.rand(layout.stack, layout.rows, layout.columns) for p, layout in by_parameter.items()}
     for route_of in (ownership.gradient_route, ownership.update_route):
         routes = [route_of(rank, by_parameter) for rank in range(ranks)]
@@ -93,7 +98,7 @@ def test_gradients_reach_the_owner_and_updates_every_holder(
 
 def test_what_the_owner_holds_does_not_travel() -> None:
     layout = matrix_layout((6, 5), max_side=9)
-    ownership = own({0: layout, 1: layout}, {i: [whole(layout)] * 2 for i in range(2)}, 2, period=10)
+    ownership = owned({0: layout, 1: layout}, {i: [whole(layout)] * 2 for i in range(2)}, 2)
     for rank in range(2):
         route = ownership.gradient_route(rank, {0, 1})
         assert route.send_sizes[1 - rank] == 0 == route.receive_sizes[1 - rank]
@@ -101,10 +106,37 @@ def test_what_the_owner_holds_does_not_travel() -> None:
 
 @given(st.lists(st.integers(1, 100), max_size=40), st.integers(1, 8))
 def test_owners_work_alike_as_far_as_the_largest_matrix_allows(work: list[int], ranks: int) -> None:
-    owners = assign_owners(work, ranks)
-    loads = [sum(w for w, owner in zip(work, owners) if owner == rank) for rank in range(ranks)]
-    largest = max(work, default=0)
-    assert max(loads) <= sum(work) / ranks + largest
+    loads = Loads(ranks)
+    for amount in sorted(work, reverse=True):
+        loads.give(loads.least(turn=0), amount, 0, 0)
+    assert max(loads.total) <= sum(work) / ranks + max(work, default=0)
+
+
+def test_refreshes_of_each_step_are_spread_over_the_ranks() -> None:
+    """Of four equal matrices with two turns, no rank has both of a turn."""
+    layouts = {i: matrix_layout((4, 4), max_side=9) for i in range(4)}
+    held = {i: [whole(layout)] * 2 for i, layout in layouts.items()}
+    ownership = own(layouts, held, Loads(2), period=10, turns={0: 0, 1: 5, 2: 0, 3: 5})
+    owner = {matrix.parameter: rank for matrix, rank in ownership.owners.items()}
+    assert owner[0] != owner[2] and owner[1] != owner[3]
+    assert sorted(owner.values()) == [0, 0, 1, 1]
+
+
+def test_groups_share_what_earlier_ones_have_left() -> None:
+    """The second group's large matrix goes to the rank that the first group's did not go to."""
+    layouts = {0: matrix_layout((6, 6), max_side=9), 1: matrix_layout((3, 3), max_side=9)}
+    held = {i: [whole(layout)] * 2 for i, layout in layouts.items()}
+    loads = Loads(2)
+    first, second = (own(layouts, held, loads, period=10, turns={0: 0, 1: 1}) for _ in range(2))
+    assert {first.owners[m] for m in first.owners if m.parameter == 0} == {0}
+    assert {second.owners[m] for m in second.owners if m.parameter == 0} == {1}
+
+
+def test_a_matrix_keeps_its_owner() -> None:
+    layouts = {0: matrix_layout((6, 6), max_side=9), 1: matrix_layout((4, 6), max_side=9)}
+    held = {i: [whole(layout)] * 2 for i, layout in layouts.items()}
+    ownership = own(layouts, held, Loads(2), 10, {0: 0, 1: 1}, kept={Matrix(1, 0, 0): 0})
+    assert list(ownership.owners.values()) == [1, 0]
 
 
 def test_sharding_within_a_side_is_refused() -> None:

@@ -67,7 +67,8 @@ def test_runs_cover_the_slots_in_order_within_the_limit(monkeypatch: pytest.Monk
     layouts = {
         i: matrix_layout(shape, stacked=True, max_side=9) for i, shape in enumerate([(4, 2, 3), (2, 3), (5, 2, 3)])
     }
-    (plan,) = plan_buckets(layouts, dict.fromkeys(layouts, DOUBLE), dict.fromkeys(layouts, torch.device("cpu")))
+    cpu = dict.fromkeys(layouts, torch.device("cpu"))
+    (plan,) = plan_buckets(layouts, dict.fromkeys(layouts, DOUBLE), cpu, teams={}, owned={})
     for chosen in ([0], [1], [0, 1], [0, 2], [0, 1, 2]):
         slots = [slot for slot in plan.slots if slot.parameter in chosen]
         runs = plan.runs(slots)
