@@ -44,7 +44,7 @@ def agree(
     One small all-reduce for each team, which every rank of it takes part in.
 
     Args:
-        sizes: of the gradients that this rank has. The size agreed on is the largest; not finite if any is not.
+        sizes: norms of what this rank has of the gradients. The size agreed on is that of the whole.
         failed: whether this rank is about to raise.
 
     Raises:
@@ -54,18 +54,17 @@ def agree(
     for team, members in _members(all_books).items():
         rows = [[float(failed), 0.0, 0.0]]
         for index, position in members:
-            holds = local(all_books[index].parameters[position]).numel() > 0
-            size = sizes[index].get(position)
-            rows.append(
-                [0.0 if size is None else _comparable(size), holds and size is not None, holds and size is None]
-            )
+            parameter = all_books[index].parameters[position]
+            holds, size = local(parameter).numel() > 0, sizes[index].get(position)
+            has = size is not None
+            rows.append([0.0 if size is None else size * size / team.copies(parameter), holds and has, holds and not has])
         index, position = members[0]
-        (someone_failed, *_), *rows = _largest(rows, team, all_books[index].kinds[position][1])
-        if someone_failed and not failed:
+        (failures, *_), *rows = _sum(rows, team, all_books[index].kinds[position][1])
+        if failures and not failed:
             raise RuntimeError("Another rank has raised before this step; its own message says why.")
-        for (index, position), (size, present, missing) in zip(members, rows):
+        for (index, position), (square, present, missing) in zip(members, rows):
             if present:
-                agreed[index][position] = Agreed(size, missing=bool(missing))
+                agreed[index][position] = Agreed(math.sqrt(square), missing=missing > 0)
     return agreed
 
 
@@ -78,13 +77,9 @@ def _members(all_books: Sequence[GroupBooks]) -> dict[Team, list[tuple[int, int]
     return members
 
 
-def _comparable(size: float) -> float:
-    return size if math.isfinite(size) else math.inf  # the largest of numbers with a nan among them may be any
-
-
-def _largest(rows: Sequence[Sequence[float]], team: Team, device: torch.device) -> list[list[float]]:
-    """The largest of each number over the team."""
+def _sum(rows: Sequence[Sequence[float]], team: Team, device: torch.device) -> list[list[float]]:
+    """The sum of each number over the team."""
     numbers: Tensor = torch.tensor(rows, dtype=torch.float64, device=device)
-    dist.all_reduce(numbers, dist.ReduceOp.MAX, group=team.group)
-    largest: list[list[float]] = numbers.tolist()
-    return largest
+    dist.all_reduce(numbers, group=team.group)
+    total: list[list[float]] = numbers.tolist()
+    return total

@@ -46,6 +46,17 @@ class Team:
         self.ranks = tuple(dist.get_process_group_ranks(group))
         self.rank = dist.get_rank(group)
         self.loads = Loads(len(self.ranks))
+        self._copies: dict[Any, int] = {}
+
+    def copies(self, parameter: Any) -> int:
+        """How many ranks of the team hold what this rank holds of a parameter."""
+        if not is_dtensor(parameter):
+            return len(self.ranks)
+        kind = (parameter.shape, parameter.device_mesh, parameter.placements)
+        if kind not in self._copies:
+            shards = self._shards(parameter)
+            self._copies[kind] = shards.count(shards[self.rank])
+        return self._copies[kind]
 
     def held(self, parameter: Tensor, layout: MatrixLayout) -> list[Box | None]:
         """What each rank of the team holds of a whitened parameter."""

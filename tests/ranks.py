@@ -56,9 +56,9 @@ def _serve(pipe: Connection) -> None:
         function, arguments, rank, ranks, store = pipe.recv()
         try:
             dist.init_process_group("gloo", f"file://{store}", TIMEOUT, world_size=ranks, rank=rank)
-            pipe.send((True, function(rank, *arguments)))
+            answer = (True, function(rank, *arguments))
         except Exception:
-            pipe.send((False, f"rank {rank} of {ranks}:\n{traceback.format_exc()}"))
-        finally:
-            if dist.is_initialized():
-                dist.destroy_process_group()
+            answer = (False, f"rank {rank} of {ranks}:\n{traceback.format_exc()}")
+        if dist.is_initialized():
+            dist.destroy_process_group()  # which needs the store: it is deleted after the answers
+        pipe.send(answer)

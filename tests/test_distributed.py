@@ -21,7 +21,7 @@ SHAPES: Mapping[str, tuple[int, ...]] = {
     "long": (5, 12),  # beyond the limit: two blocks of 5×6
     "experts": (3, 4, 5),
     "convolution": (4, 3, 2, 2),
-    "few rows": (2, 7),  # fewer rows than ranks
+    "few_rows": (2, 7),  # fewer rows than ranks
     "embedding": (11, 3),
     "norm": (5,),
     "scalar": (),
@@ -43,7 +43,7 @@ def hash_of(name: str, key: object) -> int:
 
 
 def groups(parameters: Mapping[str, Tensor]) -> list[dict[str, Any]]:
-    whitened = ["square", "tall", "fused", "long", "convolution", "few rows"]
+    whitened = ["square", "tall", "fused", "long", "convolution", "few_rows"]
     return [
         {
             "params": [parameters[name] for name in whitened],
@@ -93,7 +93,7 @@ def tensor_parallel(rank: int, ranks: int) -> Make:
         "fused": 1,
         "long": 1,
         "convolution": 1,
-        "few rows": 0,
+        "few_rows": 0,
         "embedding": 1,
         "experts": 2,
     }
@@ -118,7 +118,10 @@ class Run:
 
     def __init__(self, make: Make, dtype: torch.dtype = torch.float32, **options: Any) -> None:
         self.make = make
-        self.parameters = {name: torch.nn.Parameter(make(name, values(name, "start").to(dtype))) for name in SHAPES}
+        self.model = torch.nn.Module()
+        for name in SHAPES:
+            self.model.register_parameter(name, torch.nn.Parameter(make(name, values(name, "start").to(dtype))))
+        self.parameters = dict(self.model.named_parameters())
         self.optimizer = SPlus(groups(self.parameters), **OPTIONS | options)
 
     def step(self, number: int, without: tuple[str, ...] = ()) -> None:

@@ -118,7 +118,8 @@ def test_refreshes_of_each_step_are_spread_over_the_ranks() -> None:
     held = {i: [whole(layout)] * 2 for i, layout in layouts.items()}
     ownership = own(layouts, held, Loads(2), period=10, turns={0: 0, 1: 5, 2: 0, 3: 5})
     owner = {matrix.parameter: rank for matrix, rank in ownership.owners.items()}
-    assert owner[0] != owner[2] and owner[1] != owner[3]
+    assert owner[0] != owner[2]
+    assert owner[1] != owner[3]
     assert sorted(owner.values()) == [0, 0, 1, 1]
 
 
