@@ -56,8 +56,8 @@ def agree(
         for index, position in members:
             parameter = all_books[index].parameters[position]
             holds, size = local(parameter).numel() > 0, sizes[index].get(position)
-            has = size is not None
-            rows.append([0.0 if size is None else size * size / team.copies(parameter), holds and has, holds and not has])
+            square = 0.0 if size is None else size * size / team.copies(parameter)
+            rows.append([square, holds and size is not None, holds and size is None])
         index, position = members[0]
         (failures, *_), *rows = _sum(rows, team, all_books[index].kinds[position][1])
         if failures and not failed:

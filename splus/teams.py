@@ -16,7 +16,7 @@ ProcessGroup = dist.ProcessGroup
 
 def local(tensor: Tensor) -> Tensor:
     """What this rank holds: the local tensor of a DTensor, any other tensor as it is. Both share their memory."""
-    return tensor.to_local() if is_dtensor(tensor) else tensor  # type: ignore[attr-defined, no-any-return]
+    return tensor.to_local() if is_dtensor(tensor) else tensor  # type: ignore[attr-defined]
 
 
 def is_dtensor(tensor: Tensor) -> bool:
