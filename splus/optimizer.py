@@ -55,6 +55,12 @@ class SPlus(Optimizer):
     said once, an error after 10 in a row. A basis whose decomposition fails, in fp64 too, is kept: said once, an error
     after 3 in a row.
 
+    Ranks share the work on DTensors (of FSDP2, HSDP, tensor parallelism), and with ``process_group`` that on parameters
+    which all of them hold: every matrix has one owner, which gathers its gradient, keeps its momentum, factors and
+    bases, and sends out its update. The answer is that of one process up to rounding, and the same on every rank. A
+    gradient that is not finite anywhere, or that some ranks lack, skips its parameter everywhere. All ranks call
+    :meth:`step` alike; nothing else communicates but :meth:`full_state_dict`.
+
     Args:
         params: parameters, named parameters or groups, as for every torch optimizer; see :func:`~splus.param_groups`.
         lr: learning rate, a float or a tensor of one element. :func:`~splus.lr_from_adam` converts one from Adam.
@@ -91,8 +97,8 @@ class SPlus(Optimizer):
         maximize: ascend instead of descend.
         foreach: accepted for Adam's sake; steps are batched whatever it says.
         process_group: ranks that hold the same parameters and gradients, as with DistributedDataParallel, and share the
-            work: each keeps momentum, factors and bases of its own matrices only. DTensors are shared by their mesh
-            without it; with it, by the ranks of their mesh that are in it.
+            work. DTensors are shared by their whole mesh without it; with it, by the ranks of their mesh that are in
+            it, which must hold all shards of one copy.
         amsgrad, capturable, differentiable, fused, decoupled_weight_decay: arguments of Adam that raise a ValueError
             when set to anything but their value here.
 

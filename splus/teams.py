@@ -96,6 +96,11 @@ class Teams:
     """
 
     def __init__(self, process_group: ProcessGroup | None) -> None:
+        if not isinstance(process_group, ProcessGroup | None):
+            raise ValueError(
+                f"process_group={process_group!r} is given; it must be a torch.distributed.ProcessGroup, such as "
+                "torch.distributed.group.WORLD after init_process_group(), or None."
+            )
         self.process_group = process_group
         self._teams: dict[tuple[int, ...], Team] = {}
 
