@@ -81,7 +81,7 @@ class Shared:
         """Bytes that the busiest rank sends to others in a step."""
         sent = [0] * dist.get_world_size()
         for books in self.optimizer._books:
-            for ownership in books.ownerships:
+            for ownership in books.sharing.ownerships.values():
                 sent = [a + b for a, b in zip(sent, ownership.traffic()[0])]
         return 4 * max(sent)
 

@@ -209,7 +209,7 @@ class SPlus(Optimizer):
             make_plain(group)
             check_group(group)
             group["betas"] = tuple(float(beta) for beta in group["betas"])
-            books = GroupBooks(group, len(self._books), self._teams)
+            books = GroupBooks(group, len(self._books), self._teams, owned={})
         except ValueError:
             self.param_groups.pop()
             raise
@@ -353,7 +353,7 @@ class SPlus(Optimizer):
         whole state on every rank; :mod:`torch.distributed.checkpoint` does not.
         """
         state_dict = self.state_dict()
-        teams = {parameter: team for books in self._books for parameter, team in books.shared().items()}
+        teams = {parameter: team for books in self._books for parameter, team in books.sharing.by_parameter().items()}
         order = [parameter for group in self.param_groups for parameter in group["params"]]
         for index, state in state_dict["state"].items():
             group = teams[order[index]].group if order[index] in teams else None
@@ -363,7 +363,7 @@ class SPlus(Optimizer):
         return state_dict
 
     def __getstate__(self) -> dict[str, Any]:
-        if any(books.teams for books in self._books):
+        if any(books.sharing.teams for books in self._books):
             raise RuntimeError(
                 "An SPlus that shares its work among ranks cannot be copied or pickled. Make a new one, and load what "
                 "state_dict() or full_state_dict() of this one returns."
@@ -394,7 +394,7 @@ class SPlus(Optimizer):
             return
         for books, group in zip(self._books, groups):
             check_not_flattened(group, [books.names[position] for position in books.layouts], self.state)
-        owned = {parameter: owners for books in self._books for parameter, owners in books.owners().items()}
+        owned = {parameter: owners for books in self._books for parameter, owners in books.sharing.owners().items()}
         self._teams.start_anew()
         renewed = [GroupBooks(group, index, self._teams, owned) for index, group in enumerate(groups)]
         self._plans_checked = False

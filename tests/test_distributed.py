@@ -168,5 +168,5 @@ def test_same_answer_as_one_process(mode: str, ranks: int) -> None:
 
 @pytest.mark.parametrize("given", [True, "gloo", [0, 1]])
 def test_process_group_of_another_kind_is_refused(given: Any) -> None:
-    with pytest.raises(ValueError, match="must be a torch.distributed.ProcessGroup"):
+    with pytest.raises(ValueError, match=r"must be a torch\.distributed\.ProcessGroup"):
         SPlus([torch.zeros(3, 3)], process_group=given)
