@@ -146,7 +146,7 @@ class GroupBooks:
             owner for of in self.ownerships for matrix, owner in of.owners.items() if matrix.parameter == position
         ]
         parameter = self.parameters[position]
-        return tuple(parameter.shape), parameter.dtype, self.layouts.get(position), owners
+        return self.names[position], tuple(parameter.shape), parameter.dtype, self.layouts.get(position), owners
 
     def shared(self) -> dict[Tensor, Team]:
         """The parameters that ranks share, and which."""
