@@ -2,9 +2,17 @@
 
     python -m benchmarks.plan [--ranks 8 64 1024] [--max-side 4096] [--period 10]
 
-For each model and number of ranks: the matrices; the busiest rank's work over the mean, and the least possible with
-these matrices; the state of the fullest rank; and the bytes that the busiest rank sends and receives in a step, with
-parameters on every rank (DDP) and with rows shared among the ranks (FSDP).
+For each model, its matrices, and up to how many ranks the largest of them leaves an even share. By number of ranks:
+
+work         of the busiest rank over the mean, in a whole period between refreshes
+possible     the least that can be with whole matrices
+waiting      the same where ranks wait for each other after each step, some of which have refreshes and some none:
+             refreshes are spread over steps for one process, and are at the same steps on any number of ranks
+state        of the fullest rank: momentum, factors and bases
+DDP, FSDP    what the busiest rank sends and receives in a step, with parameters on every rank and cut by rows
+
+Beyond its even share a model needs smaller matrices: `max_preconditioner_dim` cuts them into blocks (--max-side), which
+changes the rule; nothing is cut for the sake of balance alone, so that the answer does not depend on the ranks.
 """
 
 from __future__ import annotations
@@ -27,6 +35,7 @@ MODELS: Mapping[str, tuple[int, list[tuple[int, ...]]]] = {
     "Llama 7B, 32 layers of 4096": (32, [*[(4096, 4096)] * 4, *[(11008, 4096)] * 2, (4096, 11008)]),
     "64 experts, 16 layers of 1024": (16, [*[(1024, 1024)] * 4, *[(64, 2816, 1024)] * 2, (64, 1024, 2816)]),
 }
+EVEN = 1.1
 BYTES = 4  # of an entry: state and updates are fp32
 
 
@@ -36,34 +45,48 @@ def main() -> None:
     parser.add_argument("--max-side", type=int, default=4096, help="longer sides are cut into blocks")
     parser.add_argument("--period", type=int, default=10, help="steps between refreshes")
     options = parser.parse_args()
-    table = Table(
-        *("", "ranks", "matrices", "work, max/mean", "least possible", "state"),
-        *("DDP sent", "received", "FSDP sent", "received"),
-        box=box.SIMPLE_HEAD,
-    )
     for name, (layers, shapes) in MODELS.items():
-        layouts = {
-            i: matrix_layout(shape, stacked=len(shape) == 3, max_side=options.max_side)
-            for i, shape in enumerate(shapes * layers)
-        }
-        for ranks in options.ranks:
-            table.add_row(name, str(ranks), *row(layouts, ranks, options.period))
-    Console().print(table)
+        # Equal layers share their layouts, which saves most of the time.
+        kinds = [matrix_layout(shape, stacked=len(shape) == 3, max_side=options.max_side) for shape in shapes]
+        Console(width=120).print(model_table(name, kinds, layers, options))
 
 
-def row(layouts: Mapping[int, MatrixLayout], ranks: int, period: int) -> list[str]:
+def model_table(name: str, kinds: list[MatrixLayout], layers: int, options: argparse.Namespace) -> Table:
+    work = [
+        matrix_work(part, options.period)
+        for layout in kinds
+        for part in layout.parts
+        for _ in range(layout.count(part))
+    ] * layers
+    even = int(EVEN * sum(work) / max(work))
+    columns = ("ranks", "work", "possible", "waiting", "state", "DDP sent", "received", "FSDP sent", "received")
+    table = Table(*columns, box=box.SIMPLE_HEAD, title_justify="left")
+    table.title = f"{name}: {len(work)} matrices; within {EVEN} of an even share up to {even} ranks"
+    for ranks in options.ranks:
+        table.add_row(str(ranks), *row(kinds, layers, ranks, options.period))
+    return table
+
+
+def row(kinds: list[MatrixLayout], layers: int, ranks: int, period: int) -> list[str]:
+    layouts = dict(enumerate(kinds * layers))
     turns = refresh_turns(layouts, period, spread=True)
     loads = Loads(ranks)
-    replicated = own(layouts, {i: [whole(layout)] * ranks for i, layout in layouts.items()}, loads, period, turns)
-    held = {i: row_shards(layout, ranks) for i, layout in layouts.items()}
-    sharded = own(layouts, held, Loads(ranks), period, turns)
+    everything = [[whole(layout)] * ranks for layout in kinds]
+    replicated = own(layouts, dict(enumerate(everything * layers)), loads, period, turns)
+    rows = [row_shards(layout, ranks) for layout in kinds]
+    sharded = own(layouts, dict(enumerate(rows * layers)), Loads(ranks), period, turns)
     mean = sum(loads.total) / ranks
     traffic = [gigabytes(max(side)) for ownership in (replicated, sharded) for side in ownership.traffic()]
-    state = gigabytes(max(state_entries(replicated)))
-    return [
-        *(f"{len(replicated.owners)}", f"{max(loads.total) / mean:.2f}", f"{least(replicated, period) / mean:.2f}"),
-        *(state, *traffic),
-    ]
+    ratios = (max(loads.total), least(replicated, period), busiest_steps(loads, period))
+    return [*(f"{work / mean:.2f}" for work in ratios), gigabytes(max(state_entries(replicated))), *traffic]
+
+
+def busiest_steps(loads: Loads, period: int) -> float:
+    """The work of a period if each of its steps takes as long as its busiest rank."""
+    refreshes = [sum(at_turn) for at_turn in zip(*loads.at_turn.values())]
+    steady = [(total - refresh) / period for total, refresh in zip(loads.total, refreshes)]
+    nothing = [0] * len(steady)
+    return sum(max(map(sum, zip(steady, loads.at_turn.get(turn, nothing)))) for turn in range(period))
 
 
 def row_shards(layout: MatrixLayout, ranks: int) -> list[Box | None]:

@@ -29,7 +29,7 @@ class Agreed:
 def check_plans(all_books: Sequence[GroupBooks]) -> None:
     """Raise on every rank if the ranks of a team have planned for different parameters or options."""
     for team, members in _members(all_books).items():
-        plan = [(index, position, all_books[index].plan_of(position)) for index, position in members]
+        plan = [(index, position, all_books[index].sharing.plan_of(position)) for index, position in members]
         digest = hashlib.sha256(repr(plan).encode()).hexdigest()
         digests: list[str] = [""] * len(team.ranks)
         dist.all_gather_object(digests, digest, group=team.group)
@@ -130,7 +130,7 @@ def _members(all_books: Sequence[GroupBooks]) -> dict[Team, list[tuple[int, int]
     """Group and position of the parameters of each team, in the order that all ranks have them in."""
     members: dict[Team, list[tuple[int, int]]] = {}
     for index, books in enumerate(all_books):
-        for position, team in books.teams.items():
+        for position, team in books.sharing.teams.items():
             members.setdefault(team, []).append((index, position))
     return members
 

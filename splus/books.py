@@ -2,10 +2,8 @@
 
 import math
 import operator
-from collections.abc import Collection, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from copy import deepcopy
-from dataclasses import dataclass, replace
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -13,14 +11,13 @@ from torch import Tensor
 
 from splus.arguments import STRUCTURAL, check_parameter, parameter_name, per_parameter
 from splus.buckets import Bucket
-from splus.exchange import Exchange
 from splus.faults import Faults
 from splus.matrices import MatrixLayout, matrix_layout
 from splus.owned import put
-from splus.ownership import Matrix, Ownership, own
-from splus.plan import BATCH_LIMIT, Piece, RefreshSchedule, Slot, plan_buckets, refresh_schedule, refresh_turns
+from splus.plan import RefreshSchedule, Slot, plan_buckets, refresh_schedule, refresh_turns
 from splus.precision import LOW_PRECISION, state_dtype
-from splus.teams import Team, Teams, local
+from splus.sharing import Owners, Sharing
+from splus.teams import Teams
 
 # A run that skips this many batches in a row for a gradient that is not finite is not training any more.
 # GradScaler, which halves its scale at each, gets from 2**16 to 2**6 in as many.
@@ -45,7 +42,7 @@ class GroupBooks:
         layouts: of the whitened ones.
         elementwise: positions of the others.
         kinds: the dtype and device they had when their state was made.
-        teams: of the parameters that ranks share.
+        sharing: which ranks share which parameters.
         exchanges: of the buckets, in their order; None for one of this process alone.
         gradient_faults, decomposition_faults: by position, and by position and part.
         refreshes, refresh_seconds: matrices refreshed so far, and the time that took.
@@ -56,7 +53,7 @@ class GroupBooks:
         group: Mapping[str, Any],
         index: int,
         teams: Teams,
-        owned: Mapping[Tensor, Mapping[Matrix, int]] | None = None,
+        owned: Owners,
     ) -> None:
         self._listed = list(group["params"])
         self._decisive = deepcopy(_decisive(group))
@@ -69,26 +66,24 @@ class GroupBooks:
         self.elementwise = [position for position in self.parameters if position not in self.layouts]
         self.kinds = {position: (p.dtype, p.device) for position, p in self.parameters.items()}
         self._refreshes: tuple[tuple[Any, ...], RefreshSchedule, dict[int, int]] | None = None
-        self.teams = self._teams(teams)
-        distinct = list(dict.fromkeys(self.teams.values()))
-        self.ownerships = [self._own(group, team, owned or {}) for team in distinct]
+        self.sharing = Sharing(
+            self.parameters,
+            self.names,
+            self.layouts,
+            self.refresh_plan(group)[1],
+            group["precondition_frequency"],
+            teams,
+            owned,
+        )
         plans = plan_buckets(
             self.layouts,
             {position: state_dtype(self.parameters[position].dtype) for position in self.layouts},
             {position: self.parameters[position].device for position in self.layouts},
-            {position: distinct.index(team) for position, team in self.teams.items()},
-            {key: found for team, of in zip(distinct, self.ownerships) for key, found in of.indices(team.rank).items()},
+            self.sharing.team_numbers(),
+            self.sharing.owned_here(),
         )
         self.buckets = [Bucket(plan, group["matmul_dtype"], group["step_norm"] == "spectral") for plan in plans]
-        self.exchanges = [
-            None
-            if plan.team is None
-            else Exchange(
-                self.ownerships[plan.team].restricted({(slot.parameter, slot.part) for slot in plan.slots}),
-                distinct[plan.team].group,
-            )
-            for plan in plans
-        ]
+        self.exchanges = [self.sharing.exchange(plan) for plan in plans]
         self.gradient_faults = Faults(GRADIENT_FAULT_LIMIT)
         self.decomposition_faults = Faults(DECOMPOSITION_FAULT_LIMIT)
         self.refreshes = 0
@@ -115,51 +110,6 @@ class GroupBooks:
                 raise ValueError(f"{self.names[position]}: {error}") from None
         return layouts
 
-    def _teams(self, teams: Teams) -> dict[int, Team]:
-        found = {}
-        for position, parameter in self.parameters.items():
-            team = teams.of(parameter)
-            if team is not None:
-                team.check(parameter, self.names[position])
-                found[position] = team
-        return found
-
-    def _own(self, group: Mapping[str, Any], team: Team, owned: Mapping[Tensor, Mapping[Matrix, int]]) -> Ownership:
-        """Share the matrices of a team's parameters; those of ``owned`` keep their owners."""
-        layouts = {position: layout for position, layout in self.layouts.items() if self.teams.get(position) is team}
-        held = {}
-        for position, layout in layouts.items():
-            try:
-                held[position] = team.held(self.parameters[position], layout)
-            except ValueError as error:
-                raise ValueError(f"{self.names[position]}: {error}") from None
-        kept = {
-            replace(matrix, parameter=position): owner
-            for position in layouts
-            for matrix, owner in owned.get(self.parameters[position], {}).items()
-        }
-        return own(layouts, held, team.loads, group["precondition_frequency"], self.refresh_plan(group)[1], kept)
-
-    def plan_of(self, position: int) -> tuple[Any, ...]:
-        """What all ranks that share a parameter must have planned alike."""
-        owners = [
-            owner for of in self.ownerships for matrix, owner in of.owners.items() if matrix.parameter == position
-        ]
-        parameter = self.parameters[position]
-        return self.names[position], tuple(parameter.shape), parameter.dtype, self.layouts.get(position), owners
-
-    def shared(self) -> dict[Tensor, Team]:
-        """The parameters that ranks share, and which."""
-        return {self.parameters[position]: team for position, team in self.teams.items()}
-
-    def owners(self) -> dict[Tensor, dict[Matrix, int]]:
-        """Who owns the matrices of each shared parameter."""
-        found: dict[Tensor, dict[Matrix, int]] = {}
-        for ownership in self.ownerships:
-            for matrix, owner in ownership.owners.items():
-                found.setdefault(self.parameters[matrix.parameter], {})[matrix] = owner
-        return found
-
     def are_of(self, group: Mapping[str, Any], state: State) -> bool:
         """Whether these are the books of the parameters and options the group has now, and all have their state."""
         same = len(group["params"]) == len(self._listed) and all(map(operator.is_, group["params"], self._listed))
@@ -176,7 +126,7 @@ class GroupBooks:
 
     def is_in_order(self, position: int) -> bool:
         """Whether the parameter's entries must lie in order for its matrices to be written to in place."""
-        return position in self.layouts and (position in self.teams or self.layouts[position].divided)
+        return position in self.layouts and (position in self.sharing.teams or self.layouts[position].divided)
 
     def slots(self) -> Iterator[tuple[Bucket, Slot]]:
         """Every parameter's matrices, bucket by bucket."""
@@ -212,76 +162,6 @@ class GroupBooks:
             states[slot.parameter]["peak"] = 0.0
             states[slot.parameter].update(bucket.views(slot, self.layouts[slot.parameter]))
         return states
-
-
-@dataclass(frozen=True)
-class Batch:
-    """Neighbouring matrices (b, m, n) of a bucket, all of them with a gradient."""
-
-    bucket: Bucket
-    pieces: tuple[Piece, ...]
-
-    @property
-    def run(self) -> slice:
-        """Their positions in the bucket."""
-        return slice(self.pieces[0].begin, self.pieces[-1].end)
-
-    @property
-    def sections(self) -> list[int]:
-        """The number of matrices of each piece."""
-        return [piece.end - piece.begin for piece in self.pieces]
-
-
-def matrix_batches(books: GroupBooks, positions: Collection[int]) -> list[Batch]:
-    """The matrices of the parameters at these positions in the group, in as few batches as there can be.
-
-    Those of shared buckets are not among them.
-    """
-    return [
-        batch
-        for bucket, exchange in zip(books.buckets, books.exchanges)
-        if exchange is None
-        for batch in bucket_batches(bucket, positions)
-    ]
-
-
-def bucket_batches(bucket: Bucket, positions: Collection[int]) -> list[Batch]:
-    """The matrices of a bucket that belong to the parameters at these positions."""
-    runs = bucket.plan.runs([slot for slot in bucket.plan.slots if slot.parameter in positions])
-    return [Batch(bucket, pieces) for pieces in runs]
-
-
-def elementwise_batches(books: GroupBooks, positions: Collection[int]) -> list[list[tuple[int, slice | None]]]:
-    """The parameters that are not whitened in batches of at most BATCH_LIMIT entries, large ones by slices of rows.
-
-    Those of a batch have rows of one length, so that one step size is theirs.
-    """
-    batches: list[list[tuple[int, slice | None]]] = []
-    room, kind = 0, None
-    for position in books.elementwise:
-        if position not in positions:
-            continue
-        parameter = books.parameters[position]
-        own = (parameter.dtype, parameter.device, parameter.shape[-1] if parameter.ndim > 1 else None)
-        for rows, count in _row_slices(local(parameter)):
-            if count > room or own != kind:
-                batches.append([])
-                room, kind = BATCH_LIMIT, own
-            batches[-1].append((position, rows))
-            room -= count
-    return batches
-
-
-def _row_slices(parameter: Tensor) -> list[tuple[slice | None, int]]:
-    """Slices of rows with at most BATCH_LIMIT entries, and their entries; None for all rows."""
-    if parameter.numel() == 0:
-        return []
-    if parameter.numel() <= BATCH_LIMIT:
-        return [(None, parameter.numel())]
-    rows, entries = len(parameter), parameter[0].numel()
-    step = max(1, BATCH_LIMIT // entries)
-    edges = [*range(0, rows, step), rows]
-    return [(slice(first, last), entries * (last - first)) for first, last in pairwise(edges)]
 
 
 def overwrite(live: dict[str, Any], saved: Mapping[str, Any]) -> None:

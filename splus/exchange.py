@@ -30,10 +30,12 @@ class Transfer:
         send_sizes, receive_sizes = route.send_sizes, route.receive_sizes
         send_sizes[rank] = receive_sizes[rank] = 0
         travelling = [piece.reshape(-1) for target, pieces in enumerate(values) if target != rank for piece in pieces]
-        sent = torch.cat(travelling) if travelling else like.new_empty(0)
+        self._sent = torch.cat(travelling) if travelling else like.new_empty(0)  # kept until it has left
         self._received = like.new_empty(sum(receive_sizes))
         self._receive_sizes = receive_sizes
-        self._work = dist.all_to_all_single(self._received, sent, receive_sizes, send_sizes, group=group, async_op=True)
+        self._work = dist.all_to_all_single(
+            self._received, self._sent, receive_sizes, send_sizes, group=group, async_op=True
+        )
 
     def arrivals(self) -> Iterator[Arrival]:
         """Wait, and go through what has come, from this rank itself too."""

@@ -55,6 +55,12 @@ class SPlus(Optimizer):
     said once, an error after 10 in a row. A basis whose decomposition fails, in fp64 too, is kept: said once, an error
     after 3 in a row.
 
+    Ranks share the work on DTensors (of FSDP2, HSDP, tensor parallelism), and with ``process_group`` that on parameters
+    which all of them hold: every matrix has one owner, which gathers its gradient, keeps its momentum, factors and
+    bases, and sends out its update. The answer is that of one process up to rounding, and the same on every rank. A
+    gradient that is not finite anywhere, or that some ranks lack, skips its parameter everywhere. All ranks call
+    :meth:`step` alike; nothing else communicates but :meth:`full_state_dict`.
+
     Args:
         params: parameters, named parameters or groups, as for every torch optimizer; see :func:`~splus.param_groups`.
         lr: learning rate, a float or a tensor of one element. :func:`~splus.lr_from_adam` converts one from Adam.
@@ -91,8 +97,8 @@ class SPlus(Optimizer):
         maximize: ascend instead of descend.
         foreach: accepted for Adam's sake; steps are batched whatever it says.
         process_group: ranks that hold the same parameters and gradients, as with DistributedDataParallel, and share the
-            work: each keeps momentum, factors and bases of its own matrices only. DTensors are shared by their mesh
-            without it; with it, by the ranks of their mesh that are in it.
+            work. DTensors are shared by their whole mesh without it; with it, by the ranks of their mesh that are in
+            it, which must hold all shards of one copy.
         amsgrad, capturable, differentiable, fused, decoupled_weight_decay: arguments of Adam that raise a ValueError
             when set to anything but their value here.
 
@@ -203,7 +209,7 @@ class SPlus(Optimizer):
             make_plain(group)
             check_group(group)
             group["betas"] = tuple(float(beta) for beta in group["betas"])
-            books = GroupBooks(group, len(self._books), self._teams)
+            books = GroupBooks(group, len(self._books), self._teams, owned={})
         except ValueError:
             self.param_groups.pop()
             raise
@@ -352,7 +358,7 @@ class SPlus(Optimizer):
         whole state on every rank; :mod:`torch.distributed.checkpoint` does not.
         """
         state_dict = self.state_dict()
-        teams = {parameter: team for books in self._books for parameter, team in books.shared().items()}
+        teams = {parameter: team for books in self._books for parameter, team in books.sharing.by_parameter().items()}
         order = [parameter for group in self.param_groups for parameter in group["params"]]
         for index, state in state_dict["state"].items():
             group = teams[order[index]].group if order[index] in teams else None
@@ -362,7 +368,7 @@ class SPlus(Optimizer):
         return state_dict
 
     def __getstate__(self) -> dict[str, Any]:
-        if any(books.teams for books in self._books):
+        if any(books.sharing.teams for books in self._books):
             raise RuntimeError(
                 "An SPlus that shares its work among ranks cannot be copied or pickled. Make a new one, and load what "
                 "state_dict() or full_state_dict() of this one returns."
@@ -393,7 +399,7 @@ class SPlus(Optimizer):
             return
         for books, group in zip(self._books, groups):
             check_not_flattened(group, [books.names[position] for position in books.layouts], self.state)
-        owned = {parameter: owners for books in self._books for parameter, owners in books.owners().items()}
+        owned = {parameter: owners for books in self._books for parameter, owners in books.sharing.owners().items()}
         self._teams.start_anew()
         renewed = [GroupBooks(group, index, self._teams, owned) for index, group in enumerate(groups)]
         self._plans_checked = False

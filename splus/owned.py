@@ -46,7 +46,7 @@ class OwnedTensor(Tensor):
     def __new__(
         cls, shape: Sequence[int], parts: Tensor, offsets: Sequence[Sequence[int]], sizes: Sequence[int]
     ) -> "OwnedTensor":
-        tensor: OwnedTensor = Tensor._make_wrapper_subclass(cls, shape, dtype=parts.dtype, device=parts.device)  # type: ignore[attr-defined]
+        tensor: OwnedTensor = Tensor._make_wrapper_subclass(cls, shape, dtype=parts.dtype, device=parts.device)
         tensor.parts, tensor.sizes = parts, tuple(sizes)
         tensor.offsets = tuple(tuple(offset) for offset in offsets)
         return tensor
@@ -55,7 +55,7 @@ class OwnedTensor(Tensor):
         super().__init__()
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         first = args[0]
@@ -72,7 +72,7 @@ class OwnedTensor(Tensor):
         """Whether the other's parts are the same ones."""
         return isinstance(other, OwnedTensor) and (self.shape, self.offsets) == (other.shape, other.offsets)
 
-    def put(self, value: Tensor) -> None:
+    def assign(self, value: Tensor) -> None:
         """Take the parts from another one's or from the whole."""
         if isinstance(value, OwnedTensor):
             self.parts.copy_(value.parts)
@@ -89,7 +89,7 @@ class OwnedTensor(Tensor):
         dist.all_reduce(whole.view(torch.uint8), group=group)  # bytes, of which all but one rank's are zero
         return whole
 
-    def __repr__(self, **_: Any) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"OwnedTensor(shape={tuple(self.shape)}, dtype={self.dtype}, {len(self.offsets)} parts on this rank)"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
@@ -149,7 +149,7 @@ def owned_tensor(parts: Tensor, shape: Sequence[int], indices: Sequence[int]) ->
 def put(live: Tensor, value: Tensor) -> None:
     """Copy what this rank has of ``live`` from a value that is whole or has the same parts on the same ranks."""
     if isinstance(live, OwnedTensor):
-        live.put(value)
+        live.assign(value)
     elif is_dtensor(live) and not is_dtensor(value):
         mesh: Any = live.device_mesh  # type: ignore[attr-defined]
         offset, sizes = shard_of(live.shape, mesh.shape, mesh.get_coordinate(), live.placements)  # type: ignore[attr-defined]
@@ -173,5 +173,5 @@ def full(tensor: Tensor, group: dist.ProcessGroup | None) -> Tensor:
         assert group is not None
         return tensor.whole(group).cpu()
     if is_dtensor(tensor):
-        return tensor.full_tensor().cpu().clone()  # type: ignore[attr-defined, no-any-return]
+        return tensor.full_tensor().cpu().clone()  # type: ignore[attr-defined]
     return tensor.detach().cpu().clone()

@@ -14,7 +14,7 @@ parameter, and what a matrix covers of it, are boxes in the parameter seen as (s
 
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from splus.matrices import MatrixLayout, Part
 
@@ -147,6 +147,7 @@ class Ownership:
     layouts: Mapping[int, MatrixLayout]
     owners: Mapping[Matrix, int]
     held: Mapping[int, Sequence[Box | None]]
+    _holders: dict[tuple[int, ...], list[tuple[int, Box]]] = field(default_factory=dict, compare=False, repr=False)
 
     def of(self, rank: int) -> list[Matrix]:
         """The matrices that a rank owns, in the order of the parameters."""
@@ -168,14 +169,21 @@ class Ownership:
         held = self.held[matrix.parameter][rank]
         return None if held is None else held & self.box(matrix)
 
+    def holders(self, matrix: Matrix) -> list[tuple[int, Box]]:
+        """Which ranks hold which entries of a matrix."""
+        layout, held = self.layouts[matrix.parameter], self.held[matrix.parameter]
+        key = (id(layout), id(held), matrix.part, matrix.index)  # those of equal layers may be the same objects
+        if key not in self._holders:
+            shares = ((rank, self.shared(matrix, rank)) for rank in range(self.ranks))
+            self._holders[key] = [(rank, box) for rank, box in shares if box is not None]
+        return self._holders[key]
+
     def sources(self, matrix: Matrix) -> list[tuple[int, Box]]:
         """Which rank gives which entries of a matrix's gradient to its owner: each once, the owner's own first."""
         owner = self.owners[matrix]
         found: dict[Box, int] = {}
-        for rank in (owner, *range(self.ranks)):
-            box = self.shared(matrix, rank)
-            if box is not None:
-                found.setdefault(box, rank)
+        for rank, box in sorted(self.holders(matrix), key=lambda share: share[0] != owner):
+            found.setdefault(box, rank)
         return [(rank, box) for box, rank in found.items()]
 
     def gradient_route(self, rank: int, stepped: Collection[int]) -> "Route":
@@ -191,10 +199,8 @@ class Ownership:
         """What of the updates of the parameters ``stepped`` a rank sends and receives."""
         route = Route.empty(self.ranks)
         for matrix, owner in self._matrices(stepped):
-            for holder in range(self.ranks) if owner == rank else (rank,):
-                box = self.shared(matrix, holder)
-                if box is not None:
-                    route.note(rank, owner, holder, Message(matrix, box))
+            for holder, box in self.holders(matrix):
+                route.note(rank, owner, holder, Message(matrix, box))
         return route
 
     def traffic(self) -> tuple[list[int], list[int]]:
@@ -202,8 +208,7 @@ class Ownership:
         sent, received = [0] * self.ranks, [0] * self.ranks
         for matrix, owner in self.owners.items():
             gradients = [(source, owner, box) for source, box in self.sources(matrix)]
-            shares = ((rank, self.shared(matrix, rank)) for rank in range(self.ranks))
-            updates = [(owner, rank, box) for rank, box in shares if box is not None]
+            updates = [(owner, holder, box) for holder, box in self.holders(matrix)]
             for source, target, box in (*gradients, *updates):
                 if source != target:
                     sent[source] += box.numel

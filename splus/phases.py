@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from splus.averaging import update_averages
-from splus.books import Batch, GroupBooks, bucket_batches, elementwise_batches, matrix_batches
+from splus.batches import Batch, bucket_batches, elementwise_batches, matrix_batches
+from splus.books import GroupBooks
 from splus.buckets import Bucket
 from splus.eigenbasis import Method
 from splus.gradients import follow_size

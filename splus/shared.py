@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from splus.books import Batch, bucket_batches
+from splus.batches import Batch, bucket_batches
 from splus.buckets import Bucket
 from splus.exchange import Exchange, Transfer
 from splus.ownership import Matrix

@@ -16,7 +16,7 @@ ProcessGroup = dist.ProcessGroup
 
 def local(tensor: Tensor) -> Tensor:
     """What this rank holds: the local tensor of a DTensor, any other tensor as it is. Both share their memory."""
-    return tensor.to_local() if is_dtensor(tensor) else tensor  # type: ignore[attr-defined, no-any-return]
+    return tensor.to_local() if is_dtensor(tensor) else tensor  # type: ignore[attr-defined]
 
 
 def is_dtensor(tensor: Tensor) -> bool:
@@ -112,6 +112,11 @@ class Teams:
     """
 
     def __init__(self, process_group: ProcessGroup | None) -> None:
+        if not isinstance(process_group, ProcessGroup | None):
+            raise ValueError(
+                f"process_group={process_group!r} is given; it must be a torch.distributed.ProcessGroup, such as "
+                "torch.distributed.group.WORLD after init_process_group(), or None."
+            )
         self.process_group = process_group
         self._teams: dict[tuple[int, ...], Team] = {}
 

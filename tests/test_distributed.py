@@ -161,3 +161,12 @@ def test_same_answer_as_one_process(mode: str, ranks: int) -> None:
         for name, value in found.items():
             assert torch.equal(value, everyone[0][name]), f"{name} differs between ranks"
             torch.testing.assert_close(value, alone[name], **FP32)
+
+
+# Errors
+
+
+@pytest.mark.parametrize("given", [True, "gloo", [0, 1]])
+def test_process_group_of_another_kind_is_refused(given: Any) -> None:
+    with pytest.raises(ValueError, match=r"must be a torch\.distributed\.ProcessGroup"):
+        SPlus([torch.zeros(3, 3)], process_group=given)

@@ -432,7 +432,9 @@ def hybrid(rank: int, within: bool) -> Weights:
     model = sharded(network(), mesh)
     optimizer = optimizer_of(model, process_group=mesh["shards"].get_group() if within else None)
     train(model, optimizer, rank, 4)
-    assert {len(team.ranks) for books in optimizer._books for team in books.teams.values()} == {2 if within else 4}
+    assert {len(team.ranks) for books in optimizer._books for team in books.sharing.teams.values()} == {
+        2 if within else 4
+    }
     return result(model, optimizer)
 
 

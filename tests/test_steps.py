@@ -10,7 +10,7 @@ import torch
 from reference import Reference, draws, drive
 from torch import Tensor, nn
 
-import splus.books
+import splus.batches
 import splus.plan
 import splus.update
 from splus import SPlus
@@ -56,7 +56,7 @@ def test_size_of_batches_does_not_matter(
 ) -> None:
     """However many matrices, rows or parameters are stepped together, every number is the same to rounding."""
     expected = trained()
-    for module in (splus.plan, splus.books):
+    for module in (splus.plan, splus.batches):
         monkeypatch.setattr(module, "BATCH_LIMIT", limit)
     torch.testing.assert_close(trained(memory_format), expected, rtol=0, atol=1e-12)
 
