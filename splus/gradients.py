@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from splus.agreement import agree
-from splus.arguments import check_gradient, check_unchanged
+from splus.arguments import check_gradient, check_not_replaced, check_unchanged
 from splus.books import GroupBooks
 from splus.precision import state_dtype
 from splus.teams import held_gradient, local
@@ -34,7 +34,9 @@ FAULTS = {
 }
 
 
-def usable_gradients(all_books: Sequence[GroupBooks]) -> tuple[list[dict[int, Tensor]], list[dict[int, float]]]:
+def usable_gradients(
+    all_books: Sequence[GroupBooks], options: Sequence[Mapping[str, Any]]
+) -> tuple[list[dict[int, Tensor]], list[dict[int, float]]]:
     """For each group, its finite gradients and their sizes, by position; nothing has been changed if this raises.
 
     Of parameters that ranks share, what this rank holds of them: all ranks have the same positions and sizes.
@@ -43,9 +45,10 @@ def usable_gradients(all_books: Sequence[GroupBooks]) -> tuple[list[dict[int, Te
         gradients = [_given_gradients(books) for books in all_books]
         sizes = [gradient_sizes(found) for found in gradients]
     except Exception:
-        agree(all_books, [{} for _ in all_books], failed=True)
+        agree(all_books, options, [{} for _ in all_books], failed=True)
         raise
-    for books, found, of_group, agreed in zip(all_books, gradients, sizes, agree(all_books, sizes, failed=False)):
+    all_agreed = agree(all_books, options, sizes, failed=False)
+    for books, found, of_group, agreed in zip(all_books, gradients, sizes, all_agreed):
         for position, common in agreed.items():
             of_group[position] = math.nan if common.missing else common.size
             found.setdefault(position, local(books.parameters[position]))
@@ -63,10 +66,11 @@ def _given_gradients(books: GroupBooks) -> dict[int, Tensor]:
     """The gradients there are, as this rank holds them.
 
     Raises:
-        RuntimeError: one is sparse, or its parameter has been cast or moved.
+        RuntimeError: one is sparse, or its parameter has been cast, moved or replaced.
     """
     found = {}
     for position, parameter in books.parameters.items():
+        check_not_replaced(parameter, books.names[position])
         if parameter.grad is None or not parameter.numel():
             continue
         check_unchanged(parameter, books.names[position], *books.kinds[position])

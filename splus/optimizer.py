@@ -22,7 +22,7 @@ from splus.phases import Prepared, refresh_bases, step_group
 from splus.precision import exact_arithmetic
 from splus.scaling import StepNorm, StepScale
 from splus.shared import step_shared
-from splus.teams import ProcessGroup, Teams
+from splus.teams import ProcessGroup, Teams, gather_anew
 from splus.workspace import Workspace
 
 
@@ -260,7 +260,8 @@ class SPlus(Optimizer):
         if not self._plans_checked:
             check_plans(self._books)
             self._plans_checked = True
-        gradients, sizes = usable_gradients(self._books)
+        options = [{name: group[name] for name in self.defaults if name in group} for group in self.param_groups]
+        gradients, sizes = usable_gradients(self._books, options)
         with exact_arithmetic({gradient.device.type for of_group in gradients for gradient in of_group.values()}):
             prepared = [
                 Prepared(books, self.state, found, of_group, self._workspace)
@@ -282,7 +283,8 @@ class SPlus(Optimizer):
     def train(self, mode: bool = True) -> "SPlus":
         """Put the weights being trained back into the model, bit for bit (or, with False, as :meth:`eval`). Idempotent.
 
-        Call it outside autocast blocks or inside, its cache of low-precision weights is dropped.
+        Call it outside autocast blocks or inside, its cache of low-precision weights is dropped. Modules of
+        ``fully_shard`` drop the weights that they have gathered, so that the next forward pass sees the new ones.
         """
         if mode == self.training:
             return self
@@ -293,6 +295,7 @@ class SPlus(Optimizer):
             else:
                 put_in_averages(books.parameters.values(), self.state)
             group["training"] = mode
+            gather_anew(books.parameters.values())
         torch.clear_autocast_cache()
         return self
 
@@ -308,6 +311,8 @@ class SPlus(Optimizer):
 
     def metrics(self) -> list[dict[str, Any]]:
         """For each group, what its next update looks like; computed when asked for, from the state as it is.
+
+        Of matrices that ranks share, those that this rank owns; of other parameters, what it holds.
 
         Returns:
             Dictionaries with ``name`` (if the group has one), ``update_rms`` (root mean square of lr · s · U over

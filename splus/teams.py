@@ -1,7 +1,7 @@
 """Teams: the ranks that share the work on a parameter, and what each of them holds of it."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -30,6 +30,22 @@ def held_gradient(parameter: Any) -> Tensor:
     if is_dtensor(parameter) and gradient.placements != parameter.placements:
         gradient = gradient.redistribute(parameter.device_mesh, parameter.placements)
     return local(gradient)
+
+
+def gather_anew(parameters: Iterable[Tensor]) -> None:
+    """Have the modules of ``fully_shard`` gather these parameters in their next forward pass, whatever they hold now.
+
+    After a forward pass without a backward pass the root module keeps what it has gathered, and so does every module
+    with ``reshard_after_forward=False``.
+    """
+    if not any(is_dtensor(parameter) for parameter in parameters):
+        return
+    from torch.distributed._composable_state import _module_state_mapping
+    from torch.distributed.fsdp import FSDPModule
+
+    for module in list(_module_state_mapping):
+        if isinstance(module, FSDPModule):
+            module.reshard()
 
 
 class Team:
