@@ -11,6 +11,8 @@ import torch
 import torch.distributed as dist
 from omegaconf import DictConfig
 from torch import Tensor, nn
+from torch.distributed import PrefixStore  # type: ignore[attr-defined]
+from torch.distributed.rendezvous import rendezvous
 
 from train.models.transformer import Block
 
@@ -25,7 +27,11 @@ def joined(parallel: DictConfig) -> Iterator[None]:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     # Gloo carries what is said between processes on the CPU, without waiting for a device.
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
-    dist.init_process_group(backend, timeout=timedelta(seconds=parallel.timeout))
+    timeout = timedelta(seconds=parallel.timeout)
+    store, rank, number = next(rendezvous("env://", timeout=timeout))
+    # After a restart torchrun's store may still have the addresses of processes that are gone.
+    store = PrefixStore(f"restart-{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=number, timeout=timeout)
     try:
         yield
     except Exception:  # the group may be broken: this process leaves without a word, and the others will notice
