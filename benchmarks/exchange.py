@@ -104,18 +104,23 @@ def by_rows(value: Tensor) -> Tensor:
 
 @contextmanager
 def counted() -> Iterator[list[int]]:
-    """Collects the bytes that this rank hands over for others in all-to-alls."""
-    real, counts = dist.all_to_all_single, [0]
+    """Collects the bytes that this rank hands over for others, in all-to-alls and to single ranks."""
+    counts = [0]
+    all_to_all, batch = dist.all_to_all_single, dist.batch_isend_irecv
 
-    def counting(output: Tensor, given: Tensor, *arguments: Any, **named: Any) -> Any:
+    def counting_all(output: Tensor, given: Tensor, *arguments: Any, **named: Any) -> Any:
         counts[0] += given.nbytes
-        return real(output, given, *arguments, **named)
+        return all_to_all(output, given, *arguments, **named)
 
-    dist.all_to_all_single = counting  # type: ignore[assignment]
+    def counting_batch(operations: list[dist.P2POp]) -> Any:
+        counts[0] += sum(operation.tensor.nbytes for operation in operations if operation.op is dist.isend)
+        return batch(operations)
+
+    dist.all_to_all_single, dist.batch_isend_irecv = counting_all, counting_batch  # type: ignore[assignment]
     try:
         yield counts
     finally:
-        dist.all_to_all_single = real
+        dist.all_to_all_single, dist.batch_isend_irecv = all_to_all, batch
 
 
 def measure(shapes: ParameterSet, periods: int) -> list[dict[str, Any]]:

@@ -15,6 +15,7 @@ parameter, and what a matrix covers of it, are boxes in the parameter seen as (s
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 from splus.matrices import MatrixLayout, Part
 
@@ -148,6 +149,11 @@ class Ownership:
     owners: Mapping[Matrix, int]
     held: Mapping[int, Sequence[Box | None]]
     _holders: dict[tuple[int, ...], list[tuple[int, Box]]] = field(default_factory=dict, compare=False, repr=False)
+
+    @cached_property
+    def replicated(self) -> bool:
+        """Whether all ranks hold the same of every parameter."""
+        return all(box == boxes[0] for boxes in self.held.values() for box in boxes)
 
     def of(self, rank: int) -> list[Matrix]:
         """The matrices that a rank owns, in the order of the parameters."""
