@@ -185,11 +185,7 @@ def counts(rank: int, ranks: int) -> None:
         for group in (None, dist.group.WORLD):
             torch.manual_seed(count)
             parameters = [nn.Parameter(torch.randn(shape)) for shape in ((3,), *shapes)]
-            optimizer = SPlus(
-                [("bias", parameters[0]), *((f"{i}", p) for i, p in enumerate(parameters[1:]))], **OPTIONS
-            )
-            if group is not None:
-                optimizer = SPlus(parameters, **OPTIONS, process_group=group)
+            optimizer = SPlus(parameters, **OPTIONS, process_group=group)
             for _ in range(10):
                 for parameter in parameters:
                     parameter.grad = torch.randn(parameter.shape)
