@@ -2,9 +2,11 @@
 
 import multiprocessing
 import os
+import re
 import signal
 import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -73,7 +75,7 @@ def test_ranks_that_are_not_alike_all_raise(
     found = on_ranks(3, message_of_a_step, sides, names, options, lr)
     assert len(set(found)) == 1
     assert message in found[0]
-    assert message or not found[0]
+    assert bool(message) == bool(found[0])
 
 
 # Gradients
@@ -135,10 +137,8 @@ def test_gradient_that_one_rank_cannot_use_is_skipped_by_all(
     """Said once on every rank, and an error on every rank after ten in a row."""
     for said, raised, spoiled, other in on_ranks(2, faulty_steps, kind, spoil, 11):
         assert len(said) == 1
-        assert fault in said[0]
-        assert "optional.weight" in said[0]
-        assert fault in raised
-        assert "10 times in a row" in raised
+        assert re.search(f"{fault}.*optional.weight", said[0])
+        assert re.search(f"{fault}.*10 times in a row", raised)
         assert (spoiled, other) == (0, 9)
 
 
@@ -185,11 +185,7 @@ def counts(rank: int, ranks: int) -> None:
         for group in (None, dist.group.WORLD):
             torch.manual_seed(count)
             parameters = [nn.Parameter(torch.randn(shape)) for shape in ((3,), *shapes)]
-            optimizer = SPlus(
-                [("bias", parameters[0]), *((f"{i}", p) for i, p in enumerate(parameters[1:]))], **OPTIONS
-            )
-            if group is not None:
-                optimizer = SPlus(parameters, **OPTIONS, process_group=group)
+            optimizer = SPlus(parameters, **OPTIONS, process_group=group)
             for _ in range(10):
                 for parameter in parameters:
                     parameter.grad = torch.randn(parameter.shape)
@@ -263,7 +259,7 @@ def doomed(rank: int, how: str, store: Path, pipe: Connection) -> None:
         raise KeyError("out of luck")
 
     try:
-        with patch.object(Exchange, "send_updates", fail) if rank == 1 else patch("builtins.id", id):
+        with patch.object(Exchange, "send_updates", fail) if rank == 1 else nullcontext():
             run.step(1)
         pipe.send("nothing")
     except Exception as error:
