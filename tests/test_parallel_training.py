@@ -3,18 +3,14 @@
 import json
 import os
 import signal
-import subprocess
-import sys
-import textwrap
 from pathlib import Path
 
 import pytest
 import torch
 from ranks import on_ranks
-from runs import OBJECTIVES, ROOT, smoke
+from runs import OBJECTIVES, smoke
 
 import train.objectives
-from train.checkpoint import newest
 from train.loop import run
 from train.parallel import Ranks, shard_size
 from train.trainer import Trainer, generator
@@ -72,8 +68,7 @@ def test_losses_of_one_process(tmp_path, alone, objective, mode, ranks):
     assert {path.name for path in tmp_path.iterdir()} == {path.name for path in reference.iterdir()}
 
 
-@pytest.mark.parametrize("mode", ["ddp", "fsdp"])
-@pytest.mark.parametrize("objective", ["language_modelling", "diffusion"])
+@pytest.mark.parametrize(("objective", "mode"), [("language_modelling", "ddp"), ("diffusion", "fsdp")])
 def test_splus_has_the_losses_of_one_process(tmp_path, alone, objective, mode):
     """Where one process adds up the gradients of the same halves: a sign can turn on a last digit of theirs."""
     settings = (objective, "splus", "micro_batch=8")
@@ -89,7 +84,7 @@ def test_splus_on_four_ranks_has_the_losses_of_two(tmp_path):
     assert_equal_losses(tmp_path / "four", tmp_path / "two")
 
 
-@pytest.mark.parametrize(("mode", "ranks"), MODES)
+@pytest.mark.parametrize(("mode", "ranks"), MODES[:2])
 def test_micro_batches(tmp_path, alone, mode, ranks):
     """Gradients of the parts add up to those of the whole; parts are unequal."""
     settings = ("image_classification", "adam")
@@ -231,38 +226,3 @@ def test_groups_of_hsdp_are_nodes_where_there_are_several(monkeypatch):
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
     assert shard_size(None) == 8
     assert shard_size(16) == 16
-
-
-# torchrun
-
-
-def test_torchrun_restarts_a_killed_run_from_its_checkpoint(tmp_path, alone):
-    """A worker is killed in a step: the others end, all start anew, and the run is the uninterrupted one."""
-    script = tmp_path / "killed.py"
-    script.write_text(
-        textwrap.dedent("""
-        import os, runpy, signal, train.loop, train.trainer
-
-        class Killed(train.trainer.Trainer):
-            def backward(self, batch):
-                if self.step == 6 and os.environ["RANK"] == "1" and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
-                    os.kill(os.getpid(), signal.SIGKILL)
-                return super().backward(batch)
-
-        train.loop.Trainer = Killed
-        runpy.run_module("train", run_name="__main__", alter_sys=True)
-        """)
-    )
-    command = ["--nproc-per-node=2", "--max-restarts=1", "--monitor-interval=0.1", str(script), "preset=smoke"]
-    settings = ["objective=image_classification", "optimizer=adam", "parallel=ddp", f"directory={tmp_path / 'run'}"]
-    done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", *command, *settings],
-        cwd=tmp_path,
-        env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("finished at step 12 of 12") == 1
-    assert_equal_losses(tmp_path / "run", alone("image_classification", "adam"))
-    assert newest(tmp_path / "run") is None
