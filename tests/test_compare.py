@@ -230,7 +230,7 @@ def weights_of_runs(output: Path) -> dict[str, str]:
 
 def kill_in_the_middle_of_a_run(process: subprocess.Popen[str], output: Path) -> None:
     deadline = time.monotonic() + 60
-    while not list(output.glob("cells/*/checkpoint.pt")):
+    while not list(output.glob("cells/*/checkpoint-*[0-9]")):
         assert process.poll() is None, process.communicate()[0]
         assert time.monotonic() < deadline, "no run has written a checkpoint within a minute"
         time.sleep(0.002)

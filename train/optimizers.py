@@ -4,24 +4,29 @@ from collections.abc import Callable
 from typing import Any, overload
 
 import torch
+from hydra.utils import get_class
 from omegaconf import DictConfig, OmegaConf
 from torch import nn
+from torch.distributed import ProcessGroup
 from torch.optim import AdamW, Muon, Optimizer
 
-from splus import param_groups
+from splus import SPlus, param_groups
 from train.config import build
 
 
-def build_optimizer(config: DictConfig, model: nn.Module) -> Optimizer:
+def build_optimizer(config: DictConfig, model: nn.Module, process_group: ProcessGroup | None = None) -> Optimizer:
     """The optimizer of ``config._target_`` on ``model``: weight matrices decay, all other parameters do not.
 
-    ``config.groups`` has further options of the groups by their names, such as ``{"head": {"lr": 0.1}}``.
+    ``config.groups`` has further options of the groups by their names, such as ``{"head": {"lr": 0.1}}``. An SPlus
+    shares its work among the ranks of ``process_group``, which all hold the model.
 
     Raises:
         ValueError: options for a group that the model does not have.
     """
     groups = param_groups(model, weight_decay=config.weight_decay, split=getattr(model, "fused", None))
     settings: dict[str, Any] = {}
+    if process_group is not None and issubclass(get_class(config._target_), SPlus):
+        settings["process_group"] = process_group
     if "groups" in config:
         add_options(groups, config.groups)
         settings_given = OmegaConf.to_container(config, resolve=True)

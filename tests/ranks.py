@@ -1,0 +1,64 @@
+"""Runs a function on several ranks of a gloo group, in processes that live as long as the tests do."""
+
+import atexit
+import multiprocessing
+import tempfile
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+MOST = 4
+TIMEOUT = timedelta(seconds=60)
+_workers: list[tuple[Any, Connection]] = []
+
+
+def on_ranks(ranks: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
+    """What ``function(rank, *arguments)`` returns on each of ``ranks`` processes of one group.
+
+    The function must be importable. If it raises on any rank, the first traceback is raised here.
+    """
+    if not _workers:
+        _start()
+    with tempfile.TemporaryDirectory() as directory:
+        for rank, (_, pipe) in enumerate(_workers[:ranks]):
+            pipe.send((function, arguments, rank, ranks, Path(directory) / "store"))
+        answers = [pipe.recv() for _, pipe in _workers[:ranks]]
+    failures = [answer for fine, answer in answers if not fine]
+    if failures:
+        raise AssertionError("\n".join(failures))
+    return [answer for _, answer in answers]
+
+
+def _start() -> None:
+    context = multiprocessing.get_context("spawn")
+    for _ in range(MOST):
+        mine, theirs = context.Pipe()
+        process = context.Process(target=_serve, args=(theirs,), daemon=True)
+        process.start()
+        _workers.append((process, mine))
+    atexit.register(_stop)
+
+
+def _stop() -> None:
+    for process, _ in _workers:
+        process.kill()
+
+
+def _serve(pipe: Connection) -> None:
+    torch.set_num_threads(1)
+    while True:
+        function, arguments, rank, ranks, store = pipe.recv()
+        try:
+            dist.init_process_group("gloo", f"file://{store}", TIMEOUT, world_size=ranks, rank=rank)
+            answer = (True, function(rank, *arguments))
+        except Exception:
+            answer = (False, f"rank {rank} of {ranks}:\n{traceback.format_exc()}")
+        if dist.is_initialized():
+            dist.destroy_process_group()  # which needs the store: it is deleted after the answers
+        pipe.send(answer)
