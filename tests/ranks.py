@@ -2,6 +2,7 @@
 
 import atexit
 import multiprocessing
+import os
 import tempfile
 import traceback
 from collections.abc import Callable
@@ -14,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 MOST = 4
+PRELOADED = ("torch", "torch.distributed.tensor", "torch.distributed.fsdp", "torch.distributed.checkpoint.state_dict")
 TIMEOUT = timedelta(seconds=60)
 _workers: list[tuple[Any, Connection]] = []
 
@@ -36,7 +38,8 @@ def on_ranks(ranks: int, function: Callable[..., Any], *arguments: Any) -> list[
 
 
 def _start() -> None:
-    context = multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver" if os.name == "posix" else "spawn")
+    context.set_forkserver_preload(list(PRELOADED))  # imported once for all of them
     for _ in range(MOST):
         mine, theirs = context.Pipe()
         process = context.Process(target=_serve, args=(theirs,), daemon=True)

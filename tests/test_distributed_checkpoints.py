@@ -23,16 +23,7 @@ from splus.owned import OwnedTensor
 from splus.teams import local
 
 OPTIONS = {"nested": StateDictOptions(), "flat": StateDictOptions(flatten_optimizer_state_dict=True)}
-PLACES = [
-    ("alone", 1),
-    ("ddp", 2),
-    ("ddp", 3),
-    ("fsdp", 2),
-    ("fsdp", 3),
-    ("fsdp", 4),
-    ("hsdp", 4),
-    ("tensor_parallel", 3),
-]
+PLACES = [("alone", 1), ("ddp", 2), ("fsdp", 3), ("fsdp", 4), ("hsdp", 4), ("tensor_parallel", 3)]
 BEFORE, AFTER = 7, 9  # within a period between refreshes
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
