@@ -1,6 +1,5 @@
 """Runs a function on several ranks of a gloo group, in processes that live as long as the tests do."""
 
-import atexit
 import multiprocessing
 import os
 import tempfile
@@ -45,18 +44,22 @@ def _start() -> None:
         process = context.Process(target=_serve, args=(theirs,), daemon=True)
         process.start()
         _workers.append((process, mine))
-    atexit.register(_stop)
 
 
-def _stop() -> None:
+def stop() -> None:
+    """Let the processes end by themselves, so that what they have covered is counted."""
+    for _, pipe in _workers:
+        pipe.send(None)
     for process, _ in _workers:
+        process.join(timeout=10)
         process.kill()
+    _workers.clear()
 
 
 def _serve(pipe: Connection) -> None:
     torch.set_num_threads(1)
-    while True:
-        function, arguments, rank, ranks, store = pipe.recv()
+    while (task := pipe.recv()) is not None:
+        function, arguments, rank, ranks, store = task
         try:
             dist.init_process_group("gloo", f"file://{store}", TIMEOUT, world_size=ranks, rank=rank)
             answer = (True, function(rank, *arguments))
