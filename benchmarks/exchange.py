@@ -33,7 +33,7 @@ from torch.distributed.tensor import DTensor, Shard
 from benchmarks.contenders import SETS, ParameterSet
 from splus import SPlus
 from splus.owned import OwnedTensor
-from splus.teams import shard_of
+from splus.teams import region, shard_of
 
 PERIOD = 10
 MEGA = 1e6
@@ -97,8 +97,7 @@ class Shared:
 
 def by_rows(value: Tensor) -> Tensor:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    offset, sizes = shard_of(value.shape, mesh.shape, mesh.get_coordinate() or (), [Shard(0)])
-    shard = value[offset[0] : offset[0] + sizes[0]].clone()
+    shard = value[region(*shard_of(value.shape, mesh.shape, mesh.get_coordinate() or (), [Shard(0)]))].clone()
     return DTensor.from_local(shard, mesh, [Shard(0)], run_check=False, shape=value.shape, stride=value.stride())
 
 

@@ -52,7 +52,7 @@ def agree(
     One small all-reduce for each team, which every rank of it takes part in.
 
     Args:
-        options: of each group.
+        options: of each group, which must be the same on all ranks.
         sizes: norms of what this rank has of the gradients. The size agreed on is that of the whole.
         failed: whether this rank is about to raise.
 
@@ -62,14 +62,14 @@ def agree(
     """
     agreed: list[dict[int, Agreed]] = [{} for _ in all_books]
     for team, members in _members(all_books).items():
-        indices = sorted({index for index, _ in members})
-        mark = _mark([options[index] for index in indices])
+        of_team = {index: _plain(options[index]) for index in sorted({index for index, _ in members})}
+        mark = zlib.crc32(repr(of_team).encode()) & 0xFFFF  # of 16 bits: its sum and that of its square are exact
         rows = [[float(failed), mark, mark**2, 0.0]]
         for index, position in members:
             parameter = all_books[index].parameters[position]
             holds, size = local(parameter).numel() > 0, sizes[index].get(position)
             known = 0.0 if size is None else size
-            square = known * known / team.copies(parameter)
+            square = known * known / all_books[index].sharing.copies[position]
             rows.append([square, known, holds and size is not None, holds and size is None])
         index, position = members[0]
         (failures, marks, squares, _), *rows = _sum(rows, team, all_books[index].kinds[position][1])
@@ -78,7 +78,7 @@ def agree(
                 continue
             raise RuntimeError("Another rank has raised before this step; its own message says why.")
         if int(marks) ** 2 != len(team.ranks) * int(squares):
-            _raise_for_options({index: options[index] for index in indices}, team)
+            _raise_for_options(of_team, team)
         for (index, position), (square, total, present, missing) in zip(members, rows):
             if present:
                 agreed[index][position] = Agreed(math.sqrt(square), missing=missing > 0)
@@ -87,13 +87,9 @@ def agree(
     return agreed
 
 
-def _mark(options: Sequence[Mapping[str, Any]]) -> int:
-    """A number of 16 bits that other options hardly have; sums over ranks of it and of its square are exact."""
-    plain = [
-        sorted((name, float(value) if isinstance(value, Tensor) else value) for name, value in of_group.items())
-        for of_group in options
-    ]
-    return zlib.crc32(repr(plain).encode()) & 0xFFFF
+def _plain(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Options whose text is the same where they are."""
+    return {name: float(value) if isinstance(value, Tensor) else value for name, value in sorted(options.items())}
 
 
 def _raise_for_options(options: Mapping[int, Mapping[str, Any]], team: Team) -> None:

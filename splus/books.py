@@ -48,13 +48,7 @@ class GroupBooks:
         refreshes, refresh_seconds: matrices refreshed so far, and the time that took.
     """
 
-    def __init__(
-        self,
-        group: Mapping[str, Any],
-        index: int,
-        teams: Teams,
-        owned: Owners,
-    ) -> None:
+    def __init__(self, group: Mapping[str, Any], index: int, teams: Teams, owned: Owners) -> None:
         self._listed = list(group["params"])
         self._decisive = deepcopy(_decisive(group))
         positions = {parameter: position for position, parameter in reversed(list(enumerate(group["params"])))}
@@ -124,7 +118,7 @@ class GroupBooks:
             self._refreshes = (settings, schedule, refresh_turns(self.layouts, period, spread))
         return self._refreshes[1:]
 
-    def is_in_order(self, position: int) -> bool:
+    def needs_order(self, position: int) -> bool:
         """Whether the parameter's entries must lie in order for its matrices to be written to in place."""
         return position in self.layouts and (position in self.sharing.teams or self.layouts[position].divided)
 
@@ -151,7 +145,7 @@ class GroupBooks:
         states: dict[int, dict[str, Any]] = {}
         for position, parameter in self.parameters.items():
             weights = parameter.detach().to(state_dtype(parameter.dtype), copy=True)
-            if self.is_in_order(position):
+            if self.needs_order(position):
                 weights = weights.contiguous()
             states[position] = {"step": 0, "average": weights}
             if parameter.dtype in LOW_PRECISION:

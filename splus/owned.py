@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from splus.teams import is_dtensor, shard_of
+from splus.teams import is_dtensor, region, shard_of, unravel
 
 if TYPE_CHECKING:  # a second to import, for those alone who save through it
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
@@ -78,14 +78,13 @@ class OwnedTensor(Tensor):
             self.parts.copy_(value.parts)
             return
         for part, offset in zip(self.parts, self.offsets):
-            part.copy_(value[tuple(map(slice, offset, map(int.__add__, offset, self.sizes)))].view(part.shape))
+            part.copy_(value[region(offset, self.sizes)].view(part.shape))
 
     def whole(self, group: dist.ProcessGroup) -> Tensor:
         """The whole tensor, from all ranks of the group, all of which call this."""
         whole = torch.zeros(self.shape, dtype=self.dtype, device=self.device)
         for part, offset in zip(self.parts, self.offsets):
-            place = whole[tuple(map(slice, offset, map(int.__add__, offset, self.sizes)))]
-            place.copy_(part.view(place.shape))
+            whole[region(offset, self.sizes)] = part.view(self.sizes)
         dist.all_reduce(whole.view(torch.uint8), group=group)  # bytes, of which all but one rank's are zero
         return whole
 
@@ -136,13 +135,7 @@ def owned_tensor(parts: Tensor, shape: Sequence[int], indices: Sequence[int]) ->
         sizes[dim] = min(room, shape[dim])
         room //= sizes[dim]
     across = [length // size for length, size in zip(shape, sizes)]
-    offsets = []
-    for index in indices:
-        offset = [0] * len(shape)
-        for dim in reversed(range(len(shape))):
-            index, place = divmod(index, across[dim])
-            offset[dim] = place * sizes[dim]
-        offsets.append(offset)
+    offsets = [[place * size for place, size in zip(unravel(index, across), sizes)] for index in indices]
     return OwnedTensor(shape, parts, offsets, sizes)
 
 
@@ -152,8 +145,8 @@ def put(live: Tensor, value: Tensor) -> None:
         live.assign(value)
     elif is_dtensor(live) and not is_dtensor(value):
         mesh: Any = live.device_mesh  # type: ignore[attr-defined]
-        offset, sizes = shard_of(live.shape, mesh.shape, mesh.get_coordinate(), live.placements)  # type: ignore[attr-defined]
-        live.to_local().copy_(value[tuple(slice(o, o + s) for o, s in zip(offset, sizes))])  # type: ignore[attr-defined]
+        shard = shard_of(live.shape, mesh.shape, mesh.get_coordinate(), live.placements)  # type: ignore[attr-defined]
+        live.to_local().copy_(value[region(*shard)])  # type: ignore[attr-defined]
     else:
         live.copy_(value)
 

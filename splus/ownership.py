@@ -13,7 +13,7 @@ parameter, and what a matrix covers of it, are boxes in the parameter seen as (s
 """
 
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -102,39 +102,37 @@ class Matrix:
 
 @dataclass(frozen=True)
 class Message:
-    """Entries of a matrix that go from one rank to another."""
+    """Entries of a matrix that go from one rank to another, or stay where they are."""
 
     matrix: Matrix
     box: Box
+    source: int
+    target: int
 
 
-@dataclass(frozen=True)
 class Route:
-    """What one rank sends to and receives from each rank, itself too, in the order in which both sides pack it."""
+    """What one rank sends to and receives from each rank, itself too, in the order in which both sides pack it.
 
-    sent: tuple[list[Message], ...]
-    received: tuple[list[Message], ...]
+    Attributes:
+        send_sizes, receive_sizes: entries that leave to, and come from, each of the other ranks.
+    """
 
-    @staticmethod
-    def empty(ranks: int) -> "Route":
-        return Route(tuple([] for _ in range(ranks)), tuple([] for _ in range(ranks)))
+    def __init__(self, rank: int, ranks: int, messages: Iterable[Message]) -> None:
+        self.rank = rank
+        self.sent: list[list[Message]] = [[] for _ in range(ranks)]
+        self.received: list[list[Message]] = [[] for _ in range(ranks)]
+        for message in messages:
+            if message.source == rank:
+                self.sent[message.target].append(message)
+            if message.target == rank:
+                self.received[message.source].append(message)
+        self.send_sizes = self._sizes(self.sent)
+        self.receive_sizes = self._sizes(self.received)
 
-    def note(self, rank: int, source: int, target: int, message: Message) -> None:
-        """Add a message if it starts or ends at ``rank``."""
-        if source == rank:
-            self.sent[target].append(message)
-        if target == rank:
-            self.received[source].append(message)
-
-    @property
-    def send_sizes(self) -> list[int]:
-        """Entries to each rank."""
-        return [sum(message.box.numel for message in messages) for messages in self.sent]
-
-    @property
-    def receive_sizes(self) -> list[int]:
-        """Entries from each rank."""
-        return [sum(message.box.numel for message in messages) for messages in self.received]
+    def _sizes(self, by_rank: list[list[Message]]) -> list[int]:
+        entries = [sum(message.box.numel for message in messages) for messages in by_rank]
+        entries[self.rank] = 0
+        return entries
 
 
 @dataclass(frozen=True)
@@ -152,7 +150,7 @@ class Ownership:
 
     @cached_property
     def replicated(self) -> bool:
-        """Whether all ranks hold the same of every parameter."""
+        """Whether all ranks hold the same of every parameter: its gradients have nowhere to go."""
         return all(box == boxes[0] for boxes in self.held.values() for box in boxes)
 
     def of(self, rank: int) -> list[Matrix]:
@@ -184,45 +182,35 @@ class Ownership:
             self._holders[key] = [(rank, box) for rank, box in shares if box is not None]
         return self._holders[key]
 
-    def sources(self, matrix: Matrix) -> list[tuple[int, Box]]:
-        """Which rank gives which entries of a matrix's gradient to its owner: each once, the owner's own first."""
+    def gradient_messages(self, matrix: Matrix) -> list[Message]:
+        """A matrix's gradient on its way to the owner: each entry once, from the owner itself if that holds it."""
         owner = self.owners[matrix]
         found: dict[Box, int] = {}
         for rank, box in sorted(self.holders(matrix), key=lambda share: share[0] != owner):
             found.setdefault(box, rank)
-        return [(rank, box) for box, rank in found.items()]
+        return [Message(matrix, box, rank, owner) for box, rank in found.items()]
 
-    def gradient_route(self, rank: int, stepped: Collection[int]) -> "Route":
-        """What of the gradients of the parameters ``stepped`` a rank sends and receives."""
-        route = Route.empty(self.ranks)
-        for matrix, owner in self._matrices(stepped):
-            if owner == rank or self.shared(matrix, rank) is not None:
-                for source, box in self.sources(matrix):
-                    route.note(rank, source, owner, Message(matrix, box))
-        return route
+    def update_messages(self, matrix: Matrix) -> list[Message]:
+        """A matrix's update on its way from the owner to all that hold entries of it."""
+        return [Message(matrix, box, self.owners[matrix], rank) for rank, box in self.holders(matrix)]
 
-    def update_route(self, rank: int, stepped: Collection[int]) -> "Route":
-        """What of the updates of the parameters ``stepped`` a rank sends and receives."""
-        route = Route.empty(self.ranks)
-        for matrix, owner in self._matrices(stepped):
-            for holder, box in self.holders(matrix):
-                route.note(rank, owner, holder, Message(matrix, box))
-        return route
+    def messages_of(self, rank: int) -> tuple[list[Message], list[Message]]:
+        """The gradients and the updates that a rank sends or receives in a step of all parameters."""
+        gradients, updates = (
+            [message for matrix in self.owners for message in of(matrix) if rank in (message.source, message.target)]
+            for of in (self.gradient_messages, self.update_messages)
+        )
+        return gradients, updates
 
     def traffic(self) -> tuple[list[int], list[int]]:
         """Entries that each rank sends to and receives from others in a step of all parameters."""
         sent, received = [0] * self.ranks, [0] * self.ranks
-        for matrix, owner in self.owners.items():
-            gradients = [(source, owner, box) for source, box in self.sources(matrix)]
-            updates = [(owner, holder, box) for holder, box in self.holders(matrix)]
-            for source, target, box in (*gradients, *updates):
-                if source != target:
-                    sent[source] += box.numel
-                    received[target] += box.numel
+        for matrix in self.owners:
+            for message in (*self.gradient_messages(matrix), *self.update_messages(matrix)):
+                if message.source != message.target:
+                    sent[message.source] += message.box.numel
+                    received[message.target] += message.box.numel
         return sent, received
-
-    def _matrices(self, stepped: Collection[int]) -> Iterator[tuple[Matrix, int]]:
-        return ((matrix, owner) for matrix, owner in self.owners.items() if matrix.parameter in stepped)
 
     def restricted(self, matrices: Collection[tuple[int, int]]) -> "Ownership":
         """The ownership of the matrices of these (parameter, part) alone."""
@@ -255,13 +243,11 @@ def own(
     owners = dict.fromkeys(matrices, 0)
     kept = {} if kept is None else kept
     parts = {matrix: layouts[matrix.parameter].parts[matrix.part] for matrix in matrices}
-    longest_first = sorted(
-        matrices, key=lambda matrix: (matrix not in kept, -matrix_work(parts[matrix], period), matrix)
-    )
-    for matrix in longest_first:
+    work = {matrix: matrix_work(part, period) for matrix, part in parts.items()}
+    for matrix in sorted(matrices, key=lambda matrix: (matrix not in kept, -work[matrix], matrix)):
         turn = turns[matrix.parameter]
         owners[matrix] = kept[matrix] if matrix in kept else loads.least(turn)
-        loads.give(owners[matrix], matrix_work(parts[matrix], period), turn, refresh_work(parts[matrix]))
+        loads.give(owners[matrix], work[matrix], turn, refresh_work(parts[matrix]))
     return Ownership(len(loads.total), layouts, owners, held)
 
 

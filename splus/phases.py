@@ -3,6 +3,7 @@
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import chain
 from typing import Any
 
 import torch
@@ -35,6 +36,7 @@ class Prepared:
         states: of the parameters that have a gradient.
         weights: what the step updates, see :func:`_working_weights`.
         rows, batches: what is stepped together, of the elementwise and of the whitened parameters that are not shared.
+        shared: the buckets that are, what moves their matrices, and batches of this rank's.
         exponents: of the whitened parameters that have begun their step, see :func:`~splus.gradients.follow_size`.
     """
 
@@ -51,12 +53,16 @@ class Prepared:
         self.weights = {position: _working_weights(books, position, of) for position, of in self.states.items()}
         self.rows = elementwise_batches(books, gradients)
         self.batches = matrix_batches(books, gradients)
+        self.shared = [
+            (bucket, exchange, bucket_batches(bucket, gradients))
+            for bucket, exchange in zip(books.buckets, books.exchanges)
+            if exchange is not None
+        ]
         self.exponents: dict[int, int] = {}
         self._counts = {position: of["step"] + 1 for position, of in self.states.items()}
         for rows in self.rows:
             _like([_rows(local(self.states[position]["momentum"]), chosen) for position, chosen in rows], workspace)
-        shared = (bucket for bucket, exchange in zip(books.buckets, books.exchanges) if exchange is not None)
-        for batch in (*self.batches, *(batch for bucket in shared for batch in bucket_batches(bucket, gradients))):
+        for batch in chain(self.batches, *(batches for *_, batches in self.shared)):
             batch.bucket.reserve(batch.run, workspace)
 
     @contextmanager
@@ -238,7 +244,7 @@ def _report_failures(books: GroupBooks, refreshed: list[Slot], failed: set[int])
 def _working_weights(books: GroupBooks, position: int, state: Mapping[str, Any]) -> Tensor:
     """What the step updates: the parameter itself, or a copy in full precision or in the order of its matrices."""
     weights = full_precision(books.parameters[position], state)
-    return weights.contiguous() if books.is_in_order(position) else weights
+    return weights.contiguous() if books.needs_order(position) else weights
 
 
 def _rows(tensor: Tensor, chosen: slice | None) -> Tensor:

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from splus.batches import Batch, bucket_batches
+from splus.batches import Batch
 from splus.buckets import Bucket
 from splus.exchange import Exchange, Transfer
 from splus.ownership import Matrix
@@ -18,12 +18,7 @@ def step_shared(group: Group, prepared: Prepared, state: State, workspace: Works
     While a bucket is computed, the gradients of the next one travel; while its updates travel, its factors and the
     bases that are due are renewed.
     """
-    books = prepared.books
-    waiting = [
-        SharedStep(group, prepared, bucket, exchange, workspace)
-        for bucket, exchange in zip(books.buckets, books.exchanges)
-        if exchange is not None
-    ]
+    waiting = [SharedStep(group, prepared, *shared, workspace) for shared in prepared.shared]
     waiting = [step for step in waiting if step.stepped]
     for step, following in zip(waiting, [*waiting[1:], None]):
         step.send_gradients()
@@ -32,7 +27,7 @@ def step_shared(group: Group, prepared: Prepared, state: State, workspace: Works
         step.receive_gradients()
         step.send_updates()
         step.accumulate_factors()
-        refresh_bucket(group, books, step.bucket, state, step.stepped)
+        refresh_bucket(group, prepared.books, step.bucket, state, step.stepped)
         step.receive_updates()
 
 
@@ -44,12 +39,17 @@ class SharedStep:
     """
 
     def __init__(
-        self, group: Group, prepared: Prepared, bucket: Bucket, exchange: Exchange, workspace: Workspace
+        self,
+        group: Group,
+        prepared: Prepared,
+        bucket: Bucket,
+        exchange: Exchange,
+        batches: list[Batch],
+        workspace: Workspace,
     ) -> None:
-        self.group, self.prepared, self.bucket, self.exchange = group, prepared, bucket, exchange
-        self.workspace = workspace
+        self.group, self.prepared, self.workspace = group, prepared, workspace
+        self.bucket, self.exchange, self.batches = bucket, exchange, batches
         self.stepped = {slot.parameter for slot in bucket.plan.slots if slot.parameter in prepared.gradients}
-        self.batches = bucket_batches(bucket, self.stepped)
         self._gradients_out: Transfer | None = None
 
     def send_gradients(self) -> None:
@@ -61,7 +61,7 @@ class SharedStep:
     def receive_gradients(self) -> None:
         """Communicates: waits for the gradients of this rank's matrices."""
         assert self._gradients_out is not None
-        self._gradients = self.exchange.gradients(self._gradients_out, self.stepped, self._travelling)
+        self._gradients = self.exchange.gradients(self._gradients_out, self._travelling)
         self._gradients_out = None
         for position in self.stepped:
             self.prepared.begin(position, self.group["betas"])

@@ -1,6 +1,7 @@
 """Which ranks share the parameters of a group, and who owns which of their matrices."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 
 from torch import Tensor
@@ -14,6 +15,15 @@ from splus.teams import Team, Teams
 Owners = Mapping[Tensor, Mapping[Matrix, int]]
 
 
+@contextmanager
+def _named(name: str) -> Iterator[None]:
+    """A ValueError raised inside says which parameter it is about."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from None
+
+
 class Sharing:
     """The teams of a group's parameters, which go by their position in the group, and the owners of their matrices.
 
@@ -24,6 +34,7 @@ class Sharing:
 
     Attributes:
         teams: of the parameters that ranks share.
+        copies: how many ranks hold what this rank holds of each of these.
         ownerships: of each distinct team.
     """
 
@@ -41,10 +52,12 @@ class Sharing:
         self._turns, self._period = turns, period
         self.teams: dict[int, Team] = {}
         for position, parameter in parameters.items():
-            team = teams.of(parameter)
-            if team is not None:
-                team.check(parameter, names[position])
-                self.teams[position] = team
+            with _named(names[position]):
+                team = teams.of(parameter)
+                if team is not None:
+                    team.check(parameter)
+                    self.teams[position] = team
+        self.copies = {position: team.copies(parameters[position]) for position, team in self.teams.items()}
         self.ownerships = {team: self._own(team, owned) for team in dict.fromkeys(self.teams.values())}
 
     def _own(self, team: Team, owned: Owners) -> Ownership:
@@ -52,10 +65,8 @@ class Sharing:
         held, kept = {}, {}
         for position, layout in layouts.items():
             parameter = self._parameters[position]
-            try:
+            with _named(self._names[position]):
                 held[position] = team.held(parameter, layout)
-            except ValueError as error:
-                raise ValueError(f"{self._names[position]}: {error}") from None
             for matrix, owner in owned.get(parameter, {}).items():
                 kept[replace(matrix, parameter=position)] = owner
         return own(layouts, held, team.loads, self._period, self._turns, kept)

@@ -12,6 +12,7 @@ from splus.matrices import MatrixLayout
 from splus.ownership import Box, Loads, held_box, whole
 
 ProcessGroup = dist.ProcessGroup
+Shard = tuple[tuple[int, ...], tuple[int, ...]]  # offset and sizes
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -62,17 +63,14 @@ class Team:
         self.ranks = tuple(dist.get_process_group_ranks(group))
         self.rank = dist.get_rank(group)
         self.loads = Loads(len(self.ranks))
-        self._copies: dict[Any, int] = {}
+        self._known_shards: dict[Any, list[Shard]] = {}
 
-    def copies(self, parameter: Any) -> int:
+    def copies(self, parameter: Tensor) -> int:
         """How many ranks of the team hold what this rank holds of a parameter."""
         if not is_dtensor(parameter):
             return len(self.ranks)
-        kind = (parameter.shape, parameter.device_mesh, parameter.placements)
-        if kind not in self._copies:
-            shards = self._shards(parameter)
-            self._copies[kind] = shards.count(shards[self.rank])
-        return self._copies[kind]
+        shards = self._shards(parameter)
+        return shards.count(shards[self.rank])
 
     def held(self, parameter: Tensor, layout: MatrixLayout) -> list[Box | None]:
         """What each rank of the team holds of a whitened parameter."""
@@ -80,27 +78,33 @@ class Team:
             return [whole(layout)] * len(self.ranks)
         return [held_box(layout, *shard) for shard in self._shards(parameter)]
 
-    def check(self, parameter: Tensor, name: str) -> None:
+    def check(self, parameter: Any) -> None:
         """Raise for a DTensor that the ranks of the team do not hold all of, or not as it is."""
         if not is_dtensor(parameter):
             return
-        if any(placement.is_partial() for placement in parameter.placements):  # type: ignore[attr-defined]
+        if any(placement.is_partial() for placement in parameter.placements):
             raise ValueError(
-                f"{name} is a DTensor placed as {parameter.placements}; SPlus updates sharded "  # type: ignore[attr-defined]
-                "and replicated ones. Redistribute it before making the optimizer."
+                f"a DTensor placed as {parameter.placements} is given; SPlus updates sharded and replicated ones. "
+                "Redistribute it before making the optimizer."
             )
-        shards = {(tuple(offset), tuple(sizes)) for offset, sizes in self._shards(parameter)}
-        if sum(math.prod(sizes) for _, sizes in shards) != parameter.numel():
+        if sum(math.prod(sizes) for _, sizes in set(self._shards(parameter))) != parameter.numel():
             raise ValueError(
-                f"The process group of ranks {list(self.ranks)} does not hold all of {name}, a DTensor placed as "
-                f"{parameter.placements} on {parameter.device_mesh}. "  # type: ignore[attr-defined]
+                f"the ranks {list(self.ranks)} of the process group do not hold all of a DTensor placed as "
+                f"{parameter.placements} on {parameter.device_mesh}. "
                 "Give SPlus a process group of all ranks that hold shards of one copy, or none."
             )
 
-    def _shards(self, parameter: Any) -> list[tuple[list[int], list[int]]]:
+    def _shards(self, parameter: Any) -> list[Shard]:
+        """What each rank holds of a DTensor."""
         mesh = parameter.device_mesh
-        coordinates = (tuple((mesh.mesh == rank).nonzero()[0].tolist()) for rank in self.ranks)
-        return [shard_of(parameter.shape, mesh.shape, at, parameter.placements) for at in coordinates]
+        kind = (parameter.shape, mesh, parameter.placements)
+        if kind not in self._known_shards:
+            places = {rank: index for index, rank in enumerate(mesh.mesh.flatten().tolist())}
+            coordinates = (unravel(places[rank], mesh.shape) for rank in self.ranks)
+            self._known_shards[kind] = [
+                shard_of(parameter.shape, mesh.shape, at, parameter.placements) for at in coordinates
+            ]
+        return self._known_shards[kind]
 
 
 class Teams:
@@ -137,6 +141,11 @@ class Teams:
         ranks = set(mesh.mesh.flatten().tolist())
         if self.process_group is not None:
             shared = tuple(rank for rank in dist.get_process_group_ranks(self.process_group) if rank in ranks)
+            if not shared:
+                raise ValueError(
+                    f"a DTensor on {mesh} is given, and no rank of the process group holds any of it. "
+                    "Give SPlus a process group of all ranks that hold shards of one copy, or none."
+                )
             group = self.process_group if len(shared) == dist.get_world_size(self.process_group) else None
             return self._team(shared, group)
         return self._team(tuple(sorted(ranks)), mesh.get_group() if mesh.ndim == 1 else None)
@@ -149,9 +158,23 @@ class Teams:
         return self._teams[ranks]
 
 
+def unravel(index: int, shape: Sequence[int]) -> tuple[int, ...]:
+    """The place of entry number ``index`` of a tensor of this shape, its entries in order."""
+    places = []
+    for length in reversed(shape):
+        index, place = divmod(index, length)
+        places.append(place)
+    return tuple(reversed(places))
+
+
+def region(offset: Sequence[int], sizes: Sequence[int]) -> tuple[slice, ...]:
+    """The entries of a tensor from ``offset`` on, as an index."""
+    return tuple(slice(first, first + size) for first, size in zip(offset, sizes))
+
+
 def shard_of(
     shape: Sequence[int], mesh_shape: Sequence[int], coordinate: Sequence[int], placements: Sequence[Any]
-) -> tuple[list[int], list[int]]:
+) -> Shard:
     """Offset and sizes of what the rank at a coordinate of a mesh holds of a DTensor of this shape.
 
     A strided shard (of FSDP over tensor parallelism) cuts what the mesh dimensions after it have cut already.
@@ -163,4 +186,4 @@ def shard_of(
         size = -(-sizes[dim] // mesh_shape[i])
         first = min(sizes[dim], size * coordinate[i])
         offset[dim], sizes[dim] = offset[dim] + first, min(size, sizes[dim] - first)
-    return offset, sizes
+    return tuple(offset), tuple(sizes)

@@ -5,6 +5,7 @@ import os
 import tempfile
 import traceback
 from collections.abc import Callable
+from contextlib import nullcontext
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from coverage import Coverage
 
 MOST = 4
 PRELOADED = ("torch", "torch.distributed.tensor", "torch.distributed.fsdp", "torch.distributed.checkpoint.state_dict")
@@ -41,7 +43,7 @@ def _start() -> None:
     context.set_forkserver_preload(list(PRELOADED))  # imported once for all of them
     for _ in range(MOST):
         mine, theirs = context.Pipe()
-        process = context.Process(target=_serve, args=(theirs,), daemon=True)
+        process = context.Process(target=_serve, args=(theirs, _measured()), daemon=True)
         process.start()
         _workers.append((process, mine))
 
@@ -56,8 +58,22 @@ def stop() -> None:
     _workers.clear()
 
 
-def _serve(pipe: Connection) -> None:
+def _measured() -> str | None:
+    """Where this process's coverage goes, if that is measured."""
+    current = Coverage.current()
+    return None if current is None else str(current.get_option("run:data_file"))
+
+
+def _serve(pipe: Connection, data_file: str | None) -> None:
     torch.set_num_threads(1)
+    coverage = None if data_file is None else Coverage(data_file, data_suffix=True)
+    with nullcontext() if coverage is None else coverage.collect():
+        _answer(pipe)
+    if coverage is not None:
+        coverage.save()
+
+
+def _answer(pipe: Connection) -> None:
     while (task := pipe.recv()) is not None:
         function, arguments, rank, ranks, store = task
         try:

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from splus import SPlus
-from splus.teams import shard_of
+from splus.teams import region, shard_of
 
 SHAPES: Mapping[str, tuple[int, ...]] = {
     "square": (6, 6),
@@ -65,8 +65,7 @@ def replicated(rank: int, ranks: int) -> Make:
 def placed(mesh: Any, placements: Callable[[str], tuple[Any, ...]]) -> Make:
     def make(name: str, value: Tensor) -> Tensor:
         at = placements(name)
-        offset, sizes = shard_of(value.shape, mesh.shape, mesh.get_coordinate(), at)
-        shard = value[tuple(slice(o, o + s) for o, s in zip(offset, sizes))].clone()
+        shard = value[region(*shard_of(value.shape, mesh.shape, mesh.get_coordinate(), at))].clone()
         return DTensor.from_local(shard, mesh, at, run_check=False, shape=value.shape, stride=value.stride())
 
     return make

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 import pytest
 import torch
+import torch.distributed as dist
 from ranks import on_ranks
 from test_ownership import owned, sharded
 
@@ -31,7 +32,7 @@ def holdings(kind: str, ranks: int) -> dict[int, Sequence[Box | None]]:
 def round_trip(rank: int, kind: str, ranks: int, stepped: list[int]) -> None:
     """The "update" of a gradient is its negative: it must come back to each place it came from."""
     held = holdings(kind, ranks)
-    exchange = Exchange(owned(LAYOUTS, held, ranks))
+    exchange = Exchange(owned(LAYOUTS, held, ranks), dist.group.WORLD)
     like = torch.empty(0)
     truth, local = {}, {}
     for i in stepped:
@@ -39,7 +40,7 @@ def round_trip(rank: int, kind: str, ranks: int, stepped: list[int]) -> None:
         truth[i] = torch.rand(layout.stack, layout.rows, layout.columns, generator=torch.Generator().manual_seed(i))
         box = held[i][rank]
         local[i] = torch.empty(0) if box is None else truth[i][box.within(whole(layout))].clone()
-    gradients = exchange.gradients(exchange.send_gradients(local, like), local, like)
+    gradients = exchange.gradients(exchange.send_gradients(local, like), like)
     for matrix, gradient in gradients.items():
         place = exchange.ownership.box(matrix).within(whole(LAYOUTS[matrix.parameter]))
         assert torch.equal(gradient, truth[matrix.parameter][place][0])

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from splus.matrices import MatrixLayout, matrix_layout
-from splus.ownership import Box, Loads, Matrix, Ownership, held_box, matrix_box, own, whole
+from splus.ownership import Box, Loads, Matrix, Ownership, Route, held_box, matrix_box, own, whole
 
 
 def chunk(length: int, ranks: int, rank: int) -> tuple[int, int]:
@@ -70,13 +70,13 @@ def test_gradients_reach_the_owner_and_updates_every_holder(
         held[parameter] = [whole(layout)] * ranks if dim is None else sharded(layout, ranks, dim)
     ownership = owned(by_parameter, held, ranks)
     truth = {p: torch.rand(layout.stack, layout.rows, layout.columns) for p, layout in by_parameter.items()}
-    for route_of in (ownership.gradient_route, ownership.update_route):
-        routes = [route_of(rank, by_parameter) for rank in range(ranks)]
+    for kind in range(2):
+        routes = [Route(rank, ranks, ownership.messages_of(rank)[kind]) for rank in range(ranks)]
         for source in range(ranks):
             for target in range(ranks):
                 assert routes[source].sent[target] == routes[target].received[source]
     for rank in range(ranks):
-        messages = [m for of in ownership.gradient_route(rank, by_parameter).received for m in of]
+        messages, updates = ([m for m in of if m.target == rank] for of in ownership.messages_of(rank))
         for matrix in ownership.of(rank):
             covered = torch.zeros_like(truth[matrix.parameter])
             for message in messages:
@@ -85,7 +85,6 @@ def test_gradients_reach_the_owner_and_updates_every_holder(
             own_box = ownership.box(matrix).within(whole(by_parameter[matrix.parameter]))
             assert covered[own_box].eq(1).all()
             assert covered.sum() == covered[own_box].numel()
-        updates = [m for of in ownership.update_route(rank, by_parameter).received for m in of]
         for parameter, layout in by_parameter.items():
             covered = torch.zeros_like(truth[parameter])
             for message in updates:
@@ -100,7 +99,7 @@ def test_what_the_owner_holds_does_not_travel() -> None:
     layout = matrix_layout((6, 5), max_side=9)
     ownership = owned({0: layout, 1: layout}, {i: [whole(layout)] * 2 for i in range(2)}, 2)
     for rank in range(2):
-        route = ownership.gradient_route(rank, {0, 1})
+        route = Route(rank, 2, ownership.messages_of(rank)[0])
         assert route.send_sizes[1 - rank] == 0 == route.receive_sizes[1 - rank]
 
 
