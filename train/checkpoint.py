@@ -10,7 +10,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
+from train.config import run_key
 from train.parallel import Ranks
 
 NAME, UNFINISHED = "checkpoint-", ".new"
@@ -104,6 +106,32 @@ def load(state: dict[str, Any], path: Path) -> dict[str, Any]:
             f"{path} is no whole checkpoint ({reason}); delete it to start this run anew, or put a copy in its place"
         ) from None
     return state
+
+
+def load_weights(model: nn.Module, directory: Path, key: str | None) -> None:
+    """Give a model the weights of the run in ``directory``, on every rank by itself.
+
+    Raises:
+        ValueError: the run has another key than this, its checkpoint is gone or it is of another model.
+    """
+    from torch.distributed.checkpoint.filesystem import FileSystemReader
+
+    found = run_key(directory)
+    if key is not None and found != key:
+        raise ValueError(f"start.key={key} given, but {directory} holds run {found}; give its directory, or no key")
+    path = newest(directory)
+    if path is None:
+        raise ValueError(f"start.directory={directory} holds no checkpoint; train it with keep_checkpoint=true")
+    weights = {name: weight.detach() for name, weight in model.named_parameters()}
+    there = FileSystemReader(path).read_metadata().state_dict_metadata
+    for name, weight in weights.items():
+        size = getattr(there.get(f"model.{name}"), "size", None)
+        if size != weight.shape:
+            raise ValueError(
+                f"start.directory={directory} has {name} of shape {size and tuple(size)}, and this model has "
+                f"{tuple(weight.shape)}; start from a run of the same model"
+            )
+    load({"model": weights}, path)
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+from pathlib import Path
 from typing import Any
 
 from hydra.utils import instantiate
@@ -32,10 +33,33 @@ def build(config: DictConfig, *arguments: Any, **settings: Any) -> Any:
 
 
 def training_config(config: DictConfig) -> dict[str, Any]:
-    """The resolved configuration, less what changes nothing in the training."""
+    """The resolved configuration, less what changes nothing in the training.
+
+    The run whose weights it starts from is in it by its key, wherever it is kept.
+    """
     resolved = OmegaConf.to_container(config, resolve=True)
     assert isinstance(resolved, dict)
-    return {str(key): value for key, value in resolved.items() if key not in OUTSIDE}
+    start = resolved.pop("start", None) or {}
+    inside = {str(key): value for key, value in resolved.items() if key not in OUTSIDE}
+    if start.get("directory") is not None:
+        inside["start"] = start["key"] or run_key(Path(start["directory"]))
+    return inside
+
+
+def run_key(directory: Path) -> str:
+    """The hash of the configuration of the run in a directory.
+
+    Raises:
+        ValueError: there is none.
+    """
+    path = directory / "config.yaml"
+    if not path.exists():
+        raise ValueError(
+            f"start.directory={directory} given, which holds no run; give the directory of a run with keep_checkpoint=true"
+        )
+    config = OmegaConf.load(path)
+    assert isinstance(config, DictConfig)
+    return config_hash(config)
 
 
 def config_hash(config: DictConfig) -> str:

@@ -98,6 +98,7 @@ def summary(trainer: Trainer, record: Record, status: str) -> dict[str, Any]:
         "steps": trainer.config.steps,
         "seconds": trainer.clock.seconds,
         "parameters": trainer.parameters(),
+        "state_bytes": trainer.state_bytes(),
         "hash": trainer.hash(),
         "final": record.measures(trainer.step) if status == "finished" else {},
     }

@@ -13,6 +13,7 @@ import torch
 from omegaconf import DictConfig
 from torch import Generator, Tensor
 from torch.optim.lr_scheduler import LambdaLR
+from torch.utils._pytree import tree_leaves
 
 from splus.averaging import averaging_weight
 from splus.owned import full
@@ -50,7 +51,7 @@ class Clock:
 
 
 class Averages:
-    """Bias-corrected averages of a model's weights, for optimizers without their own: one per decay, off the clock.
+    """Bias-corrected averages of a model's weights, the same for all optimizers: one per decay, off the clock.
 
     Attributes:
         of: for each decay, the averages by the names of the weights, spread over ranks as they are.
@@ -112,12 +113,13 @@ class Trainer:
         self.objective: Objective = build(config.objective, data, config.validation_examples, self.device)
         self.model: torch.nn.Module = build(config.model, **data.sizes, generator=generator(config.seed, "weights"))
         self.model.to(self.device)
+        if config.start.directory is not None:
+            checkpoint.load_weights(self.model, Path(config.start.directory), config.start.key)
         self.spread = spread(self.model, config.parallel, self.device)
         self.optimizer = build_optimizer(config.optimizer, self.model, self.spread.process_group)
         self.scheduler = LambdaLR(self.optimizer, build(config.schedule))
         self.has_own_averages = hasattr(self.optimizer, "eval")
-        decays = [] if self.has_own_averages else list(config.averaging_decays)
-        self.averages = Averages(self.model, decays, self.device)
+        self.averages = Averages(self.model, list(config.averaging_decays), self.device)
         self.clock = Clock(self.device)
         self.step = 0
         self.first_loss: float | None = None
@@ -188,6 +190,11 @@ class Trainer:
 
     def parameters(self) -> int:
         return sum(parameter.numel() for parameter in self.model.parameters())
+
+    def state_bytes(self) -> int:
+        """Of the optimizer, on this rank: tensors of its state, averages that it keeps among them."""
+        state = self.optimizer.state_dict()["state"]
+        return sum(local(value).nbytes for value in tree_leaves(state) if isinstance(value, Tensor))
 
     def hash(self) -> str:
         """sha256 of the live weights, whole; another number of ranks rounds them in other ways. On all ranks."""
