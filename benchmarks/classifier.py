@@ -85,6 +85,8 @@ def trained_classifier(config: DictConfig, root: Path) -> ViT:
         SettingError: its training diverged, or its checkpoint is gone.
     """
     directory = root / f"classifier-{config_hash(config)}"
+    if not (directory / "result.json").exists():
+        print(f"A classifier is trained in {directory}, once: {config.steps} steps")
     result = run(config, directory)
     if result["status"] != "finished":
         raise SettingError(f"the classifier in {directory} {result['status']}; change classifier=[…]")

@@ -35,6 +35,7 @@ from train.parallel import local_device
 from train.trainer import Trainer, generator
 
 FIELDS = ("set", "weights", "guidance", "images", "loss", "frechet_distance", "class_accuracy", "fid")
+HEADINGS = {"frechet_distance": "Fréchet", "class_accuracy": "accuracy", "fid": "FID"}
 Row = dict[str, Any]
 
 
@@ -204,22 +205,16 @@ def write_csv(rows: list[Row], path: Path) -> None:
 
 
 def table(rows: list[Row], config: DictConfig) -> Table:
-    shown = Table(box=box.SIMPLE_HEAD)
-    shown.caption = f"{config.images} images a row, Fréchet distances to held-out images; training images are the floor"
-    columns = {
-        "set": "",
-        "weights": "",
-        "guidance": "g",
-        "loss": ".4f",
-        "frechet_distance": ".3g",
-        "class_accuracy": ".1%",
-    } | ({"fid": ".2f"} if config.fid else {})
-    for name in columns:
-        shown.add_column(
-            name.replace("_", " ").replace("frechet", "Fréchet"), justify="left" if name == "set" else "right"
-        )
+    """A line a row; of directories their last names."""
+    columns = {"weights": "", "guidance": "g", "loss": ".4f", "frechet_distance": ".4g", "class_accuracy": ".1%"}
+    columns |= {"fid": ".2f"} if config.fid else {}
+    shown = Table("", *(HEADINGS.get(name, name) for name in columns), box=box.SIMPLE_HEAD)
+    shown.caption = (
+        f"{config.images} images a row; distances to held-out images, of which that of training images is the floor"
+    )
     for row in rows:
-        shown.add_row(*(format(row[name], spec) if name in row else "" for name, spec in columns.items()))
+        texts = (format(row[name], spec) if name in row else "" for name, spec in columns.items())
+        shown.add_row(Path(row["set"]).name, *texts)
     return shown
 
 
