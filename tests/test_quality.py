@@ -1,11 +1,24 @@
 """How good samples are: the Fréchet distance, and the command that measures it on runs."""
 
+import csv
+import json
+from pathlib import Path
+
 import pytest
 import torch
+from omegaconf import DictConfig
+from rich.console import Console
+from runs import configuration, smoke
 from scipy.linalg import sqrtm
 from torch import Generator, Tensor
 
+from benchmarks import classifier
+from benchmarks.cells import ROOT
+from benchmarks.command import SettingError
 from benchmarks.frechet import frechet_distance
+from benchmarks.sample_quality import measure, training_images
+from train.data.images import Images
+from train.loop import run
 
 D = 5
 
@@ -71,3 +84,107 @@ def test_features_without_a_distance_are_refused() -> None:
         frechet_distance(drawn(1), drawn(2)[:, 1:])
     with pytest.raises(ValueError, match="all finite"):
         frechet_distance(drawn(1), drawn(2) * torch.nan)
+
+
+def settings(output: Path, *overrides: str) -> DictConfig:
+    """Of the command, with a classifier that trains in a moment."""
+    from hydra import compose, initialize_config_dir
+
+    few = ("images=40", "classifier=['preset=smoke']", f"classifiers={output}", f"output={output}")
+    with initialize_config_dir(str(ROOT / "conf" / "quality"), version_base="1.3"):
+        return compose("sample_quality", overrides=[*few, *overrides])
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory) -> dict[str, Path]:
+    """Finished smoke runs of diffusion, by their optimizers."""
+    root = tmp_path_factory.mktemp("runs")
+    for name in ("adam", "splus"):
+        run(smoke("diffusion", name, "keep_checkpoint=true"), root / name, progress=False)
+    return {name: root / name for name in ("adam", "splus")}
+
+
+def test_runs_are_measured_with_every_weights_and_guidance(runs, tmp_path, monkeypatch, capsys) -> None:
+    """A line each, against real images; the classifier is trained once, and a second command repeats the numbers."""
+    config = settings(tmp_path, f"runs=[{runs['adam']},{runs['splus']}]", "guidance=[1,2]")
+    assert measure(config, Console()) == 0
+    text = (tmp_path / "sample_quality.csv").read_text()
+    *samples, training, held_out = csv.DictReader(text.splitlines())
+    averages = {"adam": ("live", "ema_0.5", "ema_0.9"), "splus": ("averaged",)}
+    expected = [(str(runs[name]), w, g) for name in runs for w in averages[name] for g in ("1.0", "2.0")]
+    assert [(row["set"], row["weights"], row["guidance"]) for row in samples] == expected
+    loss = json.loads((runs["splus"] / "result.json").read_text())["final"]["averaged"]["loss"]
+    assert float(samples[-1]["loss"]) == loss
+    distances = [float(row["frechet_distance"]) for row in samples]
+    assert len(set(distances)) == len(distances)  # no two sets of samples are the same
+    assert float(training["frechet_distance"]) < min(distances)
+    assert all(0 <= float(row["class_accuracy"]) <= 1 for row in (*samples, training, held_out))
+
+    (cached,) = tmp_path.glob("classifier-*")
+    monkeypatch.setattr(classifier, "run", lambda config, directory: json.loads((cached / "result.json").read_text()))
+    capsys.readouterr()
+    measure(config, Console())
+    assert "is trained" not in capsys.readouterr().out
+    assert (tmp_path / "sample_quality.csv").read_text() == text
+
+
+def test_training_images_have_the_labels_that_are_asked_for() -> None:
+    """Each as often; they are images of training as it draws them."""
+    data = Images(shift=0, flip=False)
+    labels = torch.tensor([3] * 300 + [7] * 5)
+    images = torch.cat(list(training_images(data, labels)))
+    assert len(images) == len(labels)
+    originals = {bytes(image): label for image, label in zip(data.padded.flatten(1).numpy(), data.labels.tolist())}
+    drawn_labels = [originals[bytes(((image + 1) * 127.5).round().byte().flatten().numpy())] for image in images]
+    assert sorted(drawn_labels) == labels.tolist()
+
+
+def test_data_without_pixels_or_of_any_size_of_pixels() -> None:
+    """Latents are refused; patches fit the images that there are."""
+
+    class Data:
+        held_out = range(100)
+
+        def __init__(self, channels: int, side: int) -> None:
+            self.sizes = {"channels": channels, "image_size": side, "classes": 10}
+
+    def config(channels: int, side: int) -> DictConfig:
+        return classifier.classifier_config(
+            ["preset=smoke"], configuration("objective=diffusion").data, Data(channels, side)
+        )
+
+    with pytest.raises(SettingError, match="has 4 channels; the classifier needs pixels"):
+        config(4, 32)
+    assert [config(3, side).model.patch for side in (28, 32, 64, 224, 256)] == [7, 8, 8, 14, 16]
+
+
+def test_runs_that_cannot_be_measured_are_refused(runs, tmp_path) -> None:
+    """By what is wrong with them, before anything is trained."""
+    other = tmp_path / "other"
+    run(smoke("diffusion", "adam", "steps=5", "data.flip=false", "keep_checkpoint=true"), other, progress=False)
+    bare = tmp_path / "bare"
+    run(smoke("diffusion", "adam", "steps=5"), bare, progress=False)
+    text = tmp_path / "text"
+    run(smoke("language_modelling", "adam", "steps=5", "keep_checkpoint=true"), text, progress=False)
+    here = runs["adam"]
+    for given, message in {
+        ("runs=[]",): "give the directories",
+        (f"runs={tmp_path}",): "holds no run that has ended",
+        (f"runs={text}",): "objective=diffusion",
+        (f"runs={bare}",): "keep_checkpoint=true",
+        (f"runs=[{here},{other}]",): "differ in data",
+        (f"runs={here}", "images=2001"): "only 2000 images are held out",
+        (f"runs={here}", "images=32"): "images=32 for 32 features",
+        (f"runs={here}", "images=2000", "fid=true"): "images=2000 for 2048 features",
+    }.items():
+        with pytest.raises(SettingError, match=message):
+            measure(settings(tmp_path / "output", *given), Console())
+    assert not (tmp_path / "output").exists()
+
+
+def test_fid_says_how_to_get_what_it_needs(tmp_path, monkeypatch) -> None:
+    """The package, or else the file; nothing downloads."""
+    monkeypatch.setenv("TORCH_HOME", str(tmp_path))
+    with pytest.raises(SettingError, match=r"pip install '\.\[fid\]'|curl --create-dirs"):
+        classifier.inception(torch.device("cpu"))
+    assert not any(tmp_path.iterdir())
