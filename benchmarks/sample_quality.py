@@ -142,7 +142,7 @@ def measured(runs: dict[Path, DictConfig], guidance: list[float], data: Any, ima
                     row = {"set": str(directory), "weights": weights, "guidance": weight}
                     row["loss"] = finals[directory][weights]
                     rows.append(row | scores(judge(samples), labels, real))
-    rows.append({"set": "training images"} | scores(judge(training_images(data, labels)), labels, real))
+    rows.append({"set": "training images"} | scores(judge([training_images(data, labels)]), labels, real))
     rows.append({"set": "held-out images", "images": images, "class_accuracy": accuracy(real, labels)})
     return rows
 
@@ -175,25 +175,26 @@ def accuracy(judged: Judged, labels: Tensor) -> float:
     return float((judged.labels == labels).double().mean())
 
 
-def training_images(data: Any, labels: Tensor) -> Iterator[Tensor]:
-    """Training images as training draws them, as many of each label as in ``labels``, in batches.
+def training_images(data: Any, labels: Tensor) -> Tensor:
+    """Training images (N, C, Y, X) of the given labels (N,), as training draws them.
 
     Raises:
-        SettingError: there are no training images of a label.
+        SettingError: there are none of a label.
     """
     missing = sorted(set(labels.tolist()) - set(data.labels.tolist()))
     if missing:
-        raise SettingError(
-            f"held-out images have the labels {missing}, which no training image has; add some or remove these"
-        )
+        raise SettingError(f"held-out images have the labels {missing}, but no training image has; remove or add some")
     wanted = labels.bincount(minlength=data.sizes["classes"])
     random = generator("training images")
+    parts = []
     while wanted.any():
         images, found = data.batch(SAMPLING_BATCH, random)
         earlier = torch.nn.functional.one_hot(found, len(wanted)).cumsum(0)  # of each label, up to each image
         chosen = earlier[torch.arange(len(found)), found] <= wanted[found]
         wanted -= found[chosen].bincount(minlength=len(wanted))
-        yield images[chosen]
+        parts.append((images[chosen], found[chosen]))
+    drawn, of = map(torch.cat, zip(*parts))
+    return drawn[of.argsort()[labels.argsort().argsort()]]
 
 
 def write_csv(rows: list[Row], path: Path) -> None:
