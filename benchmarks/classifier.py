@@ -111,8 +111,8 @@ def inception(device: torch.device) -> Callable[[Tensor], Tensor]:
         from torch_fidelity.feature_extractor_inceptionv3 import URL_INCEPTION_V3, FeatureExtractorInceptionV3
     except (ImportError, RuntimeError) as error:  # torchvision raises RuntimeError beside another torch than its own
         raise SettingError(
-            f"fid=true needs torch-fidelity, which cannot be imported ({error}); pip install '.[fid]' with the torchvision "
-            "of this torch, or leave fid=false"
+            f"fid=true needs torch-fidelity, which cannot be imported ({error}); pip install '.[fid]' with the "
+            "torchvision of this torch, or leave fid=false"
         ) from None
     path = Path(torch.hub.get_dir()) / "checkpoints" / Path(URL_INCEPTION_V3).name
     if not path.is_file():

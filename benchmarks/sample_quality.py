@@ -36,6 +36,7 @@ from train.trainer import Trainer, generator
 
 FIELDS = ("set", "weights", "guidance", "images", "loss", "frechet_distance", "class_accuracy", "fid")
 HEADINGS = {"frechet_distance": "Fréchet", "class_accuracy": "accuracy", "fid": "FID"}
+UNAUGMENTED = {"shift": 0, "flip": False}  # settings of data that have these
 Row = dict[str, Any]
 
 
@@ -56,7 +57,9 @@ def measure(config: DictConfig, console: Console) -> int:
         "Classifier: trained at the first time, about a minute on one core in the quick preset", highlight=False
     )
     judge = Judge(trained_classifier(judge_config, Path(config.classifiers)), fid)
-    rows = measured(runs, [float(weight) for weight in listed(config.guidance)], data, config.images, judge)
+    off = {name: value for name, value in UNAUGMENTED.items() if name in data_config}
+    guidance = [float(weight) for weight in listed(config.guidance)]
+    rows = measured(runs, guidance, data, build(data_config, **off), config.images, judge)
     path = Path(config.output) / "sample_quality.csv"
     write_csv(rows, path)
     console.print(table(rows, config))
@@ -124,8 +127,10 @@ def check_number(config: DictConfig, features: int, held_out: int) -> None:
         )
 
 
-def measured(runs: dict[Path, DictConfig], guidance: list[float], data: Any, images: int, judge: Judge) -> list[Row]:
-    """A row for every run, set of weights and guidance weight; then one of training images and one of held-out ones."""
+def measured(
+    runs: dict[Path, DictConfig], guidance: list[float], data: Any, unaugmented: Any, images: int, judge: Judge
+) -> list[Row]:
+    """A row for every run, set of weights and guidance weight; then of training images and of held-out ones."""
     held_out, labels = data.validation(images)
     real = judge([held_out])
     rows: list[Row] = []
@@ -142,7 +147,8 @@ def measured(runs: dict[Path, DictConfig], guidance: list[float], data: Any, ima
                     row = {"set": str(directory), "weights": weights, "guidance": weight}
                     row["loss"] = finals[directory][weights]
                     rows.append(row | scores(judge(samples), labels, real))
-    rows.append({"set": "training images"} | scores(judge([training_images(data, labels)]), labels, real))
+    for name, source in {"augmented training images": data, "training images": unaugmented}.items():
+        rows.append({"set": name} | scores(judge([training_images(source, labels)]), labels, real))
     rows.append({"set": "held-out images", "images": images, "class_accuracy": accuracy(real, labels)})
     return rows
 
@@ -210,9 +216,7 @@ def table(rows: list[Row], config: DictConfig) -> Table:
     columns = {"weights": "", "guidance": "g", "loss": ".4f", "frechet_distance": ".4g", "class_accuracy": ".1%"}
     columns |= {"fid": ".2f"} if config.fid else {}
     shown = Table("", *(HEADINGS.get(name, name) for name in columns), box=box.SIMPLE_HEAD)
-    shown.caption = (
-        f"{config.images} images a row; distances to held-out images, of which that of training images is the floor"
-    )
+    shown.caption = f"{config.images} images a row; Fréchet distances to the held-out ones"
     for row in rows:
         texts = (format(row[name], spec) if name in row else "" for name, spec in columns.items())
         shown.add_row(Path(row["set"]).name, *texts)

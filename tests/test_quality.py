@@ -109,7 +109,7 @@ def test_runs_are_measured_with_every_weights_and_guidance(runs, tmp_path, monke
     config = settings(tmp_path, f"runs=[{runs['adam']},{runs['splus']}]", "guidance=[1,2]")
     assert measure(config, Console()) == 0
     text = (tmp_path / "sample_quality.csv").read_text()
-    *samples, training, held_out = csv.DictReader(text.splitlines())
+    *samples, augmented, training, held_out = csv.DictReader(text.splitlines())
     averages = {"adam": ("live", "ema_0.5", "ema_0.9"), "splus": ("averaged",)}
     expected = [(str(runs[name]), w, g) for name in runs for w in averages[name] for g in ("1.0", "2.0")]
     assert [(row["set"], row["weights"], row["guidance"]) for row in samples] == expected
@@ -117,8 +117,8 @@ def test_runs_are_measured_with_every_weights_and_guidance(runs, tmp_path, monke
     assert float(samples[-1]["loss"]) == loss
     distances = [float(row["frechet_distance"]) for row in samples]
     assert len(set(distances)) == len(distances)  # no two sets of samples are the same
-    assert float(training["frechet_distance"]) < min(distances)
-    assert all(0 <= float(row["class_accuracy"]) <= 1 for row in (*samples, training, held_out))
+    assert float(training["frechet_distance"]) < float(augmented["frechet_distance"]) < min(distances)
+    assert all(0 <= float(row["class_accuracy"]) <= 1 for row in (*samples, augmented, training, held_out))
 
     (cached,) = tmp_path.glob("classifier-*")
     monkeypatch.setattr(classifier, "run", lambda config, directory: json.loads((cached / "result.json").read_text()))
