@@ -1,6 +1,7 @@
 """The three objectives: a loss to train, measures on a fixed held-out set, and what there is to see at the end."""
 
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ from train.parallel import Ranks
 EVALUATION_BATCH = 256
 LABEL_DROPOUT = 0.1  # DiT and the paper's experiments
 SAMPLING_STEPS = 32
+SAMPLING_BATCH = 256
 SAMPLES_PER_LABEL = 8
 
 
@@ -135,20 +137,36 @@ class Diffusion(Objective):
         return {"loss": F.mse_loss(velocity.float(), images - noise)}
 
     @torch.no_grad()
-    def sample(self, model: nn.Module, labels: Tensor) -> Tensor:
-        """Images (B, C, Y, X) in [-1, 1] of the given labels (B,), by Euler steps from a fixed noise."""
-        shape = (len(labels), *self.held_out[0].shape[1:])
-        x = torch.randn(shape, generator=Generator().manual_seed(0)).to(self.device)
-        for step in range(SAMPLING_STEPS):
-            times = torch.full((len(labels),), step / SAMPLING_STEPS, device=self.device)
-            x = x + model(x, times, labels) / SAMPLING_STEPS
-        return x.clamp(-1, 1)
+    def samples(self, model: nn.Module, labels: Tensor, guidance: float = 1.0) -> Iterator[Tensor]:
+        """Images in [-1, 1] of the given labels (B,), by Euler steps from fixed noise, in batches (b, C, Y, X).
+
+        With ``guidance`` w the velocity is v(∅) + w · (v(label) - v(∅)), ∅ the label of those dropped in training:
+        classifier-free guidance (arXiv 2207.12598, whose own weight is w - 1). 1 samples the conditional model.
+        """
+        noise = Generator().manual_seed(0)
+        for part in labels.to(self.device).split(SAMPLING_BATCH):
+            shape = (len(part), *self.held_out[0].shape[1:])
+            x = torch.randn(shape, generator=noise).to(self.device)
+            for step in range(SAMPLING_STEPS):
+                times = torch.full((len(part),), step / SAMPLING_STEPS, device=self.device)
+                x = x + self.velocity(model, x, times, part, guidance) / SAMPLING_STEPS
+            yield x.clamp(-1, 1)
+
+    def velocity(self, model: nn.Module, x: Tensor, times: Tensor, labels: Tensor, guidance: float) -> Tensor:
+        """The guided velocity (B, C, Y, X) at x (B, C, Y, X)."""
+        if guidance == 1:
+            velocity: Tensor = model(x, times, labels)
+            return velocity
+        none = torch.full_like(labels, self.data.sizes["classes"])
+        both = model(torch.cat([x, x]), torch.cat([times, times]), torch.cat([labels, none]))  # (2B, C, Y, X)
+        conditional, unconditional = both.chunk(2)
+        return unconditional + guidance * (conditional - unconditional)
 
     def picture(self, model: nn.Module) -> np.ndarray | None:
         """A row of samples for each label."""
         classes = self.data.sizes["classes"]
         labels = torch.arange(classes, device=self.device).repeat_interleave(SAMPLES_PER_LABEL)
-        images = (self.sample(model, labels) + 1) / 2  # (B, C, Y, X) in [0, 1]
+        images = (torch.cat(list(self.samples(model, labels))) + 1) / 2  # (B, C, Y, X) in [0, 1]
         images = repeat(images, "b c y x -> b c (y 2) (x 2)")  # larger, to be looked at
         grid: np.ndarray = rearrange(images, "(r n) c y x -> (r y) (n x) c", r=classes).cpu().squeeze(-1).numpy()
         return grid
