@@ -75,11 +75,11 @@ def test_data_sets_in_the_cache_of_the_library_are_read_without_a_network(tmp_pa
 def test_the_command_that_an_error_names_gets_the_data(tmp_path, monkeypatch):
     directory = str(tmp_path / "texts")
     with pytest.raises(FileNotFoundError, match=f"and give data.directory={directory}$") as error:
-        documents(2, "some/texts", config="small", directory=directory)
+        documents(2, "some/texts", config="small", revision="main", directory=directory)
     found = datasets.Dataset.from_dict({"text": ["a" * 99]})
     monkeypatch.setattr(datasets, "load_dataset", load_dataset := Mock(return_value=found))
     exec(re.findall(r'`python -c "(.*)"`', str(error.value))[0])
-    load_dataset.assert_called_once_with("some/texts", "small", split="train")
+    load_dataset.assert_called_once_with("some/texts", "small", split="train", revision="main")
     assert content(documents(2, "some/texts", config="small", directory=directory)) == b"a" * 99 + b"\0"
 
 
@@ -139,8 +139,8 @@ STREAM = {"streaming": True, "max_bytes": 10_005}
 
 
 def test_no_more_of_a_stream_is_read_than_is_taken(hub):
-    data = documents(2, "some/texts", config="large", split="all", **STREAM)
-    hub.assert_called_once_with("some/texts", "large", split="all", streaming=True)
+    data = documents(2, "some/texts", config="large", split="all", revision="main", **STREAM)
+    hub.assert_called_once_with("some/texts", "large", split="all", revision="main", streaming=True)
     assert content(data) == "".join(f"{i:9}\0" for i in range(1001)).encode()[:10_005]
     assert hub.read < 3 * hugging_face.DOCUMENTS  # two batches, and the first few for the names of their columns
 
@@ -150,7 +150,7 @@ def test_a_stream_is_taken_once(hub, cache):
     first = documents(2, "some/texts", **STREAM)
     hub.side_effect = AssertionError
     assert content(documents(2, "some/texts", **STREAM)) == content(first)
-    for other in ({"name": "other/texts"}, {"config": "large"}, {"split": "test"}, {"max_bytes": 99}):
+    for other in ({"name": "other/texts"}, {"config": "large"}, {"revision": "main"}, {"max_bytes": 99}):
         with pytest.raises(AssertionError):
             documents(**{"context": 2, "name": "some/texts"} | STREAM | other)
     assert len(list(cache.glob("*.bytes"))) == 1

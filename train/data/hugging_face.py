@@ -11,21 +11,15 @@ on: the 10,000 steps of the paper see 2.6 billion tokens, about 12 GB.
 """
 
 import hashlib
-from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO, Union
+from typing import BinaryIO
 
 from tqdm import tqdm
 
+from train.data.documents import Documents, Part, stored, streamed
 from train.data.kept import kept, mapped
 from train.data.text import Corpus, Text, Tokenizer
 from train.data.text import split as split_text
-
-if TYPE_CHECKING:
-    from datasets import Dataset, IterableDataset
-
-Documents = Union["Dataset", "IterableDataset"]
 
 DOCUMENTS = 1000  # read at once while the bytes are written: a few MB
 
@@ -35,6 +29,7 @@ def hugging_face(
     name: str | None,
     config: str | None = None,
     split: str = "train",
+    revision: str | None = None,
     column: str = "text",
     separator: str = "\0",
     directory: str | None = None,
@@ -50,6 +45,8 @@ def hugging_face(
         name: of the data set on the Hub, like Skylion007/openwebtext.
         config: the part of the data set, like sample-10BT of HuggingFaceFW/fineweb-edu, if there are several.
         split: as the data set names it.
+        revision: of the data set on the Hub; refs/convert/parquet has the rows of one that is a script, which the
+            datasets library no longer runs.
         column: where the text is.
         separator: ends each document; tokenizers know the default as an end of text.
         directory: where ``save_to_disk`` left the data set, or with ``streaming`` its files (parquet, JSON lines, …);
@@ -66,7 +63,7 @@ def hugging_face(
         raise ValueError("data.streaming=true needs data.max_bytes, how much to take: e.g. 10_000_000_000 for 10 GB")
     if max_bytes is not None and (not isinstance(max_bytes, int) or max_bytes < 1):
         raise ValueError(f"data.max_bytes={max_bytes} is given; a whole number above zero is required")
-    source = (streamed if streaming else stored)(name, config, split, directory)
+    source = (streamed if streaming else stored)(Part(name, config, split, revision), directory)
     identity = f"{source.identity} {column} {separator!r} {max_bytes}"
     path = Path(cache or source.folder) / f"{column}-{hashlib.sha256(identity.encode()).hexdigest()[:16]}.bytes"
 
@@ -76,89 +73,6 @@ def hugging_face(
     kept(path, fill, "data.cache")
     corpus = Corpus(*split_text(mapped(path)), folder=path.parent, identity=path.name)
     return Text(context, tokenizer=tokenizer, corpus=corpus)
-
-
-@dataclass(frozen=True)
-class Source:
-    """Documents, what stands for their content, and the folder to keep them in."""
-
-    documents: Callable[[], Documents]
-    identity: str
-    folder: Path
-
-
-def stored(name: str, config: str | None, split: str, directory: str | None) -> Source:
-    """The data set on disk, mapped into memory by arrow, never read whole."""
-    dataset = load(name, config, split, directory)
-    return Source(lambda: dataset, dataset._fingerprint, Path(dataset.cache_files[0]["filename"]).parent)
-
-
-def streamed(name: str, config: str | None, split: str, directory: str | None) -> Source:
-    """The data set as it comes. What the Hub changes goes unnoticed once a file is written; changed files do not."""
-    datasets = library()
-    files = sorted(path for path in Path(directory).rglob("*") if path.is_file()) if directory is not None else []
-    if directory is not None and not files:
-        raise FileNotFoundError(f"data.directory={directory} holds no files. {how_to_get_files(name, directory)}")
-    states = [(str(path), path.stat().st_size, path.stat().st_mtime_ns) for path in files]
-
-    def documents() -> Documents:
-        try:
-            found: IterableDataset = datasets.load_dataset(directory or name, config, split=split, streaming=True)
-        except (ConnectionError, FileNotFoundError, ValueError) as error:
-            raise FileNotFoundError(
-                f"{name} cannot be streamed from {directory or 'the Hub'} ({error}). Check data.name, data.config and "
-                f"data.split; without a network: {how_to_get_files(name, directory or name.split('/')[-1])}"
-            ) from error
-        return found if found.features is not None else found._resolve_features()
-
-    identity = repr((name, config, split, states))
-    return Source(documents, identity, Path(datasets.config.HF_DATASETS_CACHE))
-
-
-def library() -> Any:
-    try:
-        import datasets
-    except ImportError as error:
-        raise ImportError("data=hugging_face needs the datasets library: `pip install datasets`") from error
-    return datasets
-
-
-def load(name: str, config: str | None, split: str, directory: str | None) -> "Dataset":
-    datasets = library()
-    from datasets.packaged_modules.cache.cache import Cache
-
-    try:
-        if directory is not None:
-            found = datasets.load_from_disk(str(Path(directory)), keep_in_memory=False)
-        else:  # a builder that knows only what is in the cache, where load_dataset would download
-            short = name.split("/")[-1]
-            builder = Cache(dataset_name=short, repo_id=name, config_name=config, version="auto", hash="auto")
-            found = builder.as_dataset()
-    except (FileNotFoundError, IndexError, ValueError) as error:  # IndexError: it was saved without a row
-        place = "the cache of the datasets library" if directory is None else f"data.directory={directory}"
-        raise FileNotFoundError(
-            f"{name} is not in {place} ({error}). {how_to_get(name, config, split, directory)}"
-        ) from error
-    splits = found if isinstance(found, datasets.DatasetDict) else {str(found.split or split): found}
-    if split not in splits:
-        raise ValueError(f"data.split={split} is not in {name}, which has here: {', '.join(splits)}")
-    return splits[split]
-
-
-def how_to_get(name: str, config: str | None, split: str, directory: str | None) -> str:
-    target = directory or name.split("/")[-1]
-    arguments = ", ".join(repr(argument) for argument in (name, config) if argument is not None)
-    return (
-        f'Get it by `python -c "import datasets; datasets.load_dataset({arguments}, split={split!r})'
-        f'.save_to_disk({target!r})"` and give data.directory={target}'
-    )
-
-
-def how_to_get_files(name: str, directory: str) -> str:
-    return (
-        f"get its files by `hf download --repo-type dataset {name} --local-dir {directory}` "
-        f"and give data.directory={directory}"
-    )
 
 
 def write(dataset: Documents, name: str, column: str, separator: bytes, max_bytes: int | None, file: BinaryIO) -> None:
