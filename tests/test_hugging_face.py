@@ -1,6 +1,5 @@
 """Hugging Face data sets as text: from disk without a network, or the start of a stream, taken once."""
 
-import os
 import re
 import socket
 from collections.abc import Iterator
@@ -15,7 +14,6 @@ from stand_ins import write_documents
 
 from train.data import hugging_face
 from train.data.hugging_face import hugging_face as documents
-from train.data.kept import mapped
 from train.data.text import Text
 from train.trainer import Trainer
 
@@ -39,12 +37,6 @@ def test_bytes_are_written_once_for_each_content(tmp_path, monkeypatch):
         assert content(documents(2, "some/texts", **place)) == first
     write_documents(tmp_path / "set", "b" * 99)
     assert content(documents(2, "some/texts", **place)) == b"b" * 99 + b"\0"
-
-
-def test_text_larger_than_the_memory_is_mapped(tmp_path):
-    (tmp_path / "text.bytes").touch()
-    os.truncate(tmp_path / "text.bytes", 2**42)  # a sparse file: nothing is on the disk
-    assert len(mapped(tmp_path / "text.bytes")) == 2**42
 
 
 class Cached(datasets.GeneratorBasedBuilder):  # what load_dataset leaves in the cache of the library
