@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -10,7 +10,6 @@ import torch.nn.functional as F
 from einops import rearrange, repeat
 from torch import Generator, Tensor, nn
 
-from train.data.images import Images
 from train.data.text import Text
 from train.parallel import Ranks
 
@@ -18,7 +17,19 @@ EVALUATION_BATCH = 256
 LABEL_DROPOUT = 0.1  # DiT and the paper's experiments
 SAMPLING_STEPS = 32
 SAMPLING_BATCH = 256
+LABELS_SHOWN = 10  # of the samples' picture
 SAMPLES_PER_LABEL = 8
+
+
+class LabelledImages(Protocol):
+    """Pixels or latents (N, C, Y, X), labels (N,)."""
+
+    @property
+    def sizes(self) -> dict[str, int]: ...
+
+    def batch(self, size: int, generator: Generator) -> tuple[Tensor, Tensor]: ...
+
+    def validation(self, examples: int) -> tuple[Tensor, Tensor]: ...
 
 
 class Objective:
@@ -93,7 +104,7 @@ class LanguageModelling(Objective):
 class ImageClassification(Objective):
     """Cross-entropy of the label, and accuracy."""
 
-    data: Images
+    data: LabelledImages
 
     def batch(self, size: int, generator: Generator) -> tuple[Tensor, ...]:
         return self.to_device(self.data.batch(size, generator))
@@ -114,7 +125,7 @@ class Diffusion(Objective):
     Held-out noise is fixed and held-out times are evenly spaced, so that two evaluations differ by the weights alone.
     """
 
-    data: Images
+    data: LabelledImages
 
     def batch(self, size: int, generator: Generator) -> tuple[Tensor, ...]:
         images, labels = self.data.batch(size, generator)
@@ -163,8 +174,10 @@ class Diffusion(Objective):
         return unconditional + guidance * (conditional - unconditional)
 
     def picture(self, model: nn.Module) -> np.ndarray | None:
-        """A row of samples for each label."""
-        classes = self.data.sizes["classes"]
+        """A row of samples for each label, or for the first of many; None for latents, which show nothing."""
+        if self.data.sizes["channels"] not in (1, 3):
+            return None
+        classes = min(self.data.sizes["classes"], LABELS_SHOWN)
         labels = torch.arange(classes, device=self.device).repeat_interleave(SAMPLES_PER_LABEL)
         images = (torch.cat(list(self.samples(model, labels))) + 1) / 2  # (B, C, Y, X) in [0, 1]
         images = repeat(images, "b c y x -> b c (y 2) (x 2)")  # larger, to be looked at
