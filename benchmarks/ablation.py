@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.cells import ROOT, Cell, Outcome
-from benchmarks.machine import usable_cores
+from benchmarks.command import executor_from
 from benchmarks.progress import Progress
 from benchmarks.sweep import run_cells
 
@@ -35,11 +35,11 @@ def main(config: DictConfig) -> None:
 def ablate(config: DictConfig, console: Console) -> int:
     """Run every variant on every objective; print and write the table. The exit code, 1 if a run crashed."""
     cells = wanted_cells(config)
-    workers = config.workers or usable_cores()
+    executor = executor_from(config)
     console.print(f"{len(cells)} runs, {config.expected}; they can be stopped and continued.", highlight=False)
     runs_of_each = dict.fromkeys(config.objectives, len(config.variants))
-    with Progress(console, workers, lambda _: runs_of_each) as progress:
-        outcomes = run_cells(lambda _: list(cells.values()), Path(config.output) / "cells", workers, watcher=progress)
+    with Progress(console, executor.workers, lambda _: runs_of_each) as progress:
+        outcomes = run_cells(lambda _: list(cells.values()), Path(config.output) / "cells", executor, watcher=progress)
     rows = table_rows(config, {key: outcomes[cell] for key, cell in cells.items()})
     write_csv(rows, Path(config.output) / "ablation.csv")
     console.print(terminal_table(config, rows))
