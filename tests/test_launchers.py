@@ -4,6 +4,7 @@ import json
 import os
 import signal
 import sys
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -83,12 +84,13 @@ def test_a_job_that_is_told_to_end_leaves_a_checkpoint(
     monkeypatch.setattr(submitit.LocalJob, "_results_timeout_s", 0)
     jobs = Jobs("local", workers=1, timeout_min=5)
     cell = Cell("long", ("preset=smoke", "steps=100000", "evaluate_every=100000", "checkpoint_every=100000"))
-    jobs.start(cell, tmp_path)
-    while last_metrics(tmp_path)[0] == 0:
-        assert jobs.collect(0.01) == []
-    os.kill(int((tmp_path / "jobs" / "number").read_text()), signal.SIGTERM)
-    while not (ended := jobs.collect(0.01)):
-        pass
+    with closing(jobs):
+        jobs.start(cell, tmp_path)
+        while last_metrics(tmp_path)[0] == 0:
+            assert jobs.collect(0.01) == []
+        os.kill(int((tmp_path / "jobs" / "number").read_text()), signal.SIGTERM)
+        ended = next(filter(None, (jobs.collect(0.01) for _ in range(6000))), None)
+    assert ended is not None, "the job goes on as if it had not been told"
     assert [(item.cell, item.result) for item in ended] == [(cell, None)]
     assert "Stopped at step" in (tmp_path / "log.txt").read_text()
     assert list(tmp_path.glob("checkpoint-*"))
@@ -118,7 +120,6 @@ def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         path.chmod(0o755)
     monkeypatch.setenv("PATH", os.pathsep.join([str(tmp_path / "bin"), os.environ["PATH"]]))
     (tmp_path / "state.txt").write_text("RUNNING")
-    submitit.SlurmJob.watcher.clear()
     return tmp_path
 
 
@@ -147,13 +148,15 @@ def test_slurm_is_asked_for_what_the_launcher_says(slurm: Path) -> None:
 def test_jobs_of_a_killed_command_are_found_again_and_cancelled_at_the_end(slurm: Path) -> None:
     """A job that Slurm still has is not submitted twice; one that it no longer has is submitted anew."""
     (cell,) = cells(4)
-    for _ in range(2):  # the first one is never closed
+    for _ in range(2):  # commands, of which the first one is never closed
+        submitit.SlurmJob.watcher.clear()
         jobs = Jobs("slurm", workers=1)
         jobs.start(cell, slurm / "cell")
         assert jobs.collect(0) == []
     jobs.close()
     assert calls(slurm) == ["sbatch", "scancel 12"]
     for state in ("CANCELLED", ""):  # and forgotten by the accounting
+        submitit.SlurmJob.watcher.clear()
         (slurm / "state.txt").write_text(state)
         Jobs("slurm", workers=1).start(cell, slurm / "cell")
     assert calls(slurm) == ["sbatch", "scancel 12", "sbatch", "sbatch"]
