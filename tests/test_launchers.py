@@ -168,3 +168,20 @@ def test_a_launcher_that_is_not_possible_here_is_refused(monkeypatch: pytest.Mon
         executor_from(launcher("launcher=submitit_slurm"))
     with pytest.raises(SettingError, match="workers=0 given; at least 1 is required"):
         executor_from(launcher("launcher=submitit_local", "workers=0"))
+
+
+def test_every_cell_is_one_run_of_its_group_in_weights_and_biases(tmp_path: Path) -> None:
+    """Also when it is resumed; and the group does not change what is trained."""
+    from train.record import Record
+
+    cell = Cell("a", ("preset=smoke", "wandb.mode=offline"), group="language_modelling/adam/64")
+    directory = cell.directory(tmp_path)
+    directory.mkdir()
+    ids = set()
+    for resumed_at in (None, 4):
+        with Record(directory, cell.config, resumed_at) as record:
+            assert (record.wandb.group, record.wandb.name) == (cell.group, directory.name)
+            assert record.wandb.offline
+            ids.add(record.wandb.id)
+    assert ids == {f"{directory.name}-{cell.hash}"}
+    assert cell.hash == Cell("a", ("preset=smoke",)).hash
