@@ -419,3 +419,16 @@ def test_command_prints_the_final_measures_and_writes_its_directory_alone(tmp_pa
     assert "step/s" in done.stderr
     assert list((directory / "wandb").glob("offline-run-*"))
     assert {path.name for path in tmp_path.iterdir()} == {"runs"}
+
+
+def test_one_command_trains_several_configurations_and_keeps_the_error_of_one(tmp_path):
+    """Each in its own directory; the one that fails has its traceback there and fails the command, after the rest."""
+    several = ("optimizer=adam", "optimizer.lr=0.01,-1,0.02", "hydra/launcher=joblib", "hydra.launcher.n_jobs=1")
+    done = python("-m", "train", "-m", "preset=smoke", "steps=4", *several, directory=tmp_path)
+    assert done.returncode == 1, done.stdout
+    directories = [path for path in (tmp_path / "runs").iterdir() if path.is_dir()]
+    assert all(re.fullmatch("language_modelling-adam-[0-9a-f]{8}", path.name) for path in directories)
+    (failed,) = (path for path in directories if not (path / "result.json").exists())
+    assert len(directories) == 3
+    assert "ValueError: Invalid learning rate: -1" in (failed / "error.txt").read_text()
+    assert [path for path in directories if (path / "error.txt").exists()] == [failed]
