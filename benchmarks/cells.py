@@ -26,11 +26,13 @@ class Cell:
     """One run: a readable name, the Hydra overrides that make its configuration, and a group.
 
     Cells of one group take about the same time; the time left is estimated from it. Weights & Biases groups by it too.
+    A cell begins when the one that it comes ``after`` has ended, whose checkpoint it starts from.
     """
 
     name: str
     overrides: tuple[str, ...]
     group: str = ""
+    after: Cell | None = None
 
     @property
     def config(self) -> DictConfig:
@@ -38,10 +40,10 @@ class Cell:
         group = (f"wandb.group='{self.group}'",) if self.group else ()
         return compose_config((*group, *self.overrides))
 
-    @cached_property
+    @property
     def hash(self) -> str:
         """Eight hexadecimal digits that stand for everything that changes the training."""
-        return config_hash(self.config)
+        return hash_of_config(self.overrides)
 
     def directory(self, root: Path) -> Path:
         return root / f"{self.name}-{self.hash}"
@@ -65,12 +67,14 @@ class Outcome:
         return math.inf if loss is None else float(loss)  # null: not finite
 
     def averages(self) -> list[str]:
-        """The averaged weights kept beside the optimizer, "ema_<decay>" each."""
-        return sorted(name for name in self.result.get("final", {}) if name.startswith("ema_"))
+        """The averaged weights: the optimizer's own, "averaged", and those kept beside it, "ema_<decay>" each."""
+        return sorted(name for name in self.result.get("final", {}) if name != "live")
 
     @cached_property
     def curves(self) -> dict[str, Curve]:
         """Validation over the run, per set of weights."""
+        if "curves" in self.result:
+            return {weights: Curve(*map(tuple, curve)) for weights, curve in self.result["curves"].items()}
         points: dict[str, list[tuple[int, float, float]]] = {}
         for line in read_metrics(self.directory):
             if line["kind"] == "validation":
@@ -90,6 +94,11 @@ def compose_config(overrides: tuple[str, ...]) -> DictConfig:
     return config
 
 
+@cache
+def hash_of_config(overrides: tuple[str, ...]) -> str:
+    return config_hash(compose_config(overrides))
+
+
 def earlier_outcome(directory: Path) -> Outcome | None:
     """The outcome of a cell that has already ended, from its result.json."""
     path = directory / "result.json"
@@ -100,8 +109,12 @@ def earlier_outcome(directory: Path) -> Outcome | None:
 
 
 def known_outcome(cell: Cell, root: Path, recorded: Mapping[str, Outcome] | None) -> Outcome | None:
-    """The outcome of a cell that has already ended, from its directory or else by its key from ``recorded``."""
-    return earlier_outcome(cell.directory(root)) or (recorded or {}).get(cell.hash)
+    """The outcome of a cell that has already ended, from its directory or else by its key from ``recorded``.
+
+    Nothing stands for the directory of one whose checkpoint is wanted.
+    """
+    elsewhere = {} if "keep_checkpoint=true" in cell.overrides else recorded or {}
+    return earlier_outcome(cell.directory(root)) or elsewhere.get(cell.hash)
 
 
 def read_metrics(directory: Path) -> Iterator[dict[str, Any]]:

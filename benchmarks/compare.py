@@ -1,110 +1,170 @@
-"""SPlus against Adam, each at its best learning rate: how many of Adam's steps, and how much of its time, SPlus needs.
+"""SPlus against Adam and others, each at its best learning rate: how many of Adam's steps and how much of its time.
 
     python -m benchmarks.compare preset=quick        (settings: conf/comparison/)
 
-Stop it whenever you like; the same command continues where it stopped.
+Stop it whenever you like; the same command continues where it stopped, also when nothing is left but the runs.csv and
+curves.jsonl of the output directory.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import hydra
 from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
 
-from benchmarks.cells import ROOT, finished_earlier
+from benchmarks.cells import ROOT, Cell, finished_earlier
 from benchmarks.command import SettingError, executor_from, run_command, show_crashes, warn_of_other_code
-from benchmarks.comparison import OPTIMIZERS, Comparison
+from benchmarks.comparison import REFERENCE, Comparison, Condition, Study, Training
+from benchmarks.ledger import Ledger
+from benchmarks.methods import Method, method
 from benchmarks.progress import Progress
+from benchmarks.summary import headline, write_details, write_differences, write_summary
 from benchmarks.sweep import Outcomes, run_cells
-from benchmarks.table import (
-    entries,
-    headline,
-    notes,
-    terminal_tables,
-    title,
-    write_cells_csv,
-    write_comparison_csv,
-)
+from benchmarks.table import entries, notes, terminal_tables, title
+
+SETTINGS = "comparison.yaml"
 
 
 @hydra.main(config_path=str(ROOT / "conf" / "comparison"), config_name="compare", version_base="1.3")
 def main(config: DictConfig) -> None:
-    run_command(lambda console: compare(comparison_from(config), config, console))
+    run_command(lambda console: compare(config, console))
 
 
-def compare(comparison: Comparison, config: DictConfig, console: Console) -> int:
-    """Runs the comparison and writes its table and report; the exit code, 1 if any run crashed."""
-    executor = executor_from(config)
-    output, workers = Path(config.output), executor.workers
-    announce(comparison, config.expected, workers, output, console)
-    with Progress(console, workers, comparison.expected) as progress:
+def compare(config: DictConfig, console: Console) -> int:
+    """Runs the comparison and writes its tables and report; the exit code, 1 if any run crashed."""
+    comparison, executor = comparison_from(config), executor_from(config)
+    output = Path(config.output)
+    with Progress(console, executor.workers, comparison.expected) as progress:
+        ledger = Ledger(output / "runs.csv", labels, progress, curves=True)
+        earlier = finished_earlier(comparison.wanted, output / "cells", ledger.known)
+        announce(comparison, config, earlier, executor.workers, console)
+        if config.report_only:
+            return conclude(comparison, earlier, config, executor.workers, console)
         outcomes = run_cells(
-            comparison.wanted, output / "cells", executor, watcher=progress, fail_fast=config.fail_fast
+            comparison.wanted,
+            output / "cells",
+            executor,
+            watcher=ledger,
+            fail_fast=config.fail_fast,
+            recorded=ledger.known,
         )
-    return conclude(comparison, outcomes, config, workers, output, console)
+    return conclude(comparison, outcomes, config, executor.workers, console)
 
 
 def comparison_from(config: DictConfig) -> Comparison:
-    """The comparison that the configuration asks for."""
-    unknown = [name for name in config.objectives if name not in config.start]
-    if unknown or not config.objectives:
-        raise SettingError(f"objectives={config.objectives} given; choose among {', '.join(map(str, config.start))}")
+    """The comparison that the configuration asks for.
+
+    Raises:
+        SettingError: a setting makes no sense.
+    """
+    known = sorted(path.stem for path in (ROOT / "conf" / "objective").glob("*.yaml"))
+    if not config.objectives or set(config.objectives) - set(known):
+        raise SettingError(f"objectives={config.objectives} given; choose among {', '.join(known)}")
     for name, least in {"seeds": 1, "rates": 1, "workers": 1}.items():
         if config[name] is not None and config[name] < least:
             raise SettingError(f"{name}={config[name]} given; at least {least} is required")
-    start = {o: {k: float(config.start[o][k]) for k in OPTIMIZERS} for o in config.objectives}
-    for objective, rates in start.items():
-        for optimizer, rate in rates.items():
-            if not rate > 0:
-                raise SettingError(f"start.{objective}.{optimizer}={rate} given; a positive rate is required")
-    return Comparison(
-        preset=config.preset,
-        objectives=tuple(config.objectives),
-        start=start,
-        limit=config.rates,
-        seeds=config.seeds,
+    training = training_from(config)
+    studies: dict[tuple[Condition, str], Study] = {}
+    for objective in config.objectives:
+        for name in config.only:
+            if name not in config.parts:
+                raise SettingError(
+                    f"only={name} given; the parts of this preset are {', '.join(map(str, config.parts))}"
+                )
+            for study in studies_of(config.parts[name], config, objective, training):
+                origin = studies.get((Condition(objective), study.method.name))
+                studies.setdefault(study.key, study if study.condition.is_first else study.after(origin))
+    return Comparison(tuple(studies.values()))
+
+
+def training_from(config: DictConfig) -> Training:
+    return Training(
+        preset=config.training,
         overrides=tuple(config.overrides),
+        starts={str(name): float(steps) for name, steps in config.starts.items()},
+        start_rates=method(REFERENCE, config.objectives, {}).start,
+        root=Path(config.output).absolute() / "cells",
     )
 
 
-def announce(comparison: Comparison, expected: str, workers: int, output: Path, console: Console) -> None:
+def studies_of(part: DictConfig, config: DictConfig, objective: str, training: Training) -> Iterator[Study]:
+    """Of one part of the configuration and one objective: every method under every condition."""
+    variants: Any = OmegaConf.to_container(config.variants, resolve=True)
+    for start in part.get("starts", ["initialisation"]):
+        if start not in ("initialisation", *config.starts):
+            raise SettingError(
+                f"starts: {start} given; choose among initialisation, {', '.join(map(str, config.starts))}"
+            )
+        for schedule in part.get("schedules", ["constant"]):
+            for batch in part.get("batches", [1]):
+                for name in part.optimizers:
+                    yield Study(
+                        condition=Condition(objective, str(start), str(schedule), float(batch)),
+                        method=with_own_start(method(str(name), config.objectives, variants), config),
+                        training=training,
+                        limit=part.get("rates", config.rates),
+                        seeds=part.get("seeds", config.seeds),
+                        searched=part.get("searched", True),
+                        budgets=tuple(map(float, part.get("budgets", []))),
+                    )
+
+
+def with_own_start(of: Method, config: DictConfig) -> Method:
+    """The method with the first learning rates that the command gives instead of its own."""
+    given: Mapping[str, Any] = config.first_rates
+    strange = [
+        f"{objective}.{name}" for objective, rates in given.items() for name in rates if objective not in of.start
+    ]
+    if strange:
+        raise SettingError(f"first_rates.{strange[0]} given; first_rates.<objective>.<optimizer> is required")
+    own = {o: float(rates[of.name]) for o, rates in given.items() if of.name in rates}
+    if any(not rate > 0 for rate in own.values()):
+        raise SettingError(f"first_rates of {of.name}: {own} given; positive rates are required")
+    return of.starting_at(own)
+
+
+def labels(cell: Cell) -> dict[str, object]:
+    """What the list of runs says of a cell."""
+    config = cell.config
+    return {
+        "run": cell.name, "study": cell.group, "objective": config.objective["_target_"].rpartition(".")[2],
+        "learning_rate": config.optimizer.lr, "seed": config.seed, "batch_size": config.batch_size,
+    }  # fmt: skip
+
+
+def announce(comparison: Comparison, config: DictConfig, earlier: Outcomes, workers: int, console: Console) -> None:
     """Says what is going to be run, how long it takes and how much of it is there already."""
-    outcomes = finished_earlier(comparison.wanted, output / "cells")
-    total = sum(comparison.expected(outcomes).values())
     console.print(
-        f"SPlus against Adam on {', '.join(map(title, comparison.objectives)).lower()} (preset {comparison.preset}).\n"
-        f"Expected: {expected}; {workers} runs at once.\n"
-        f"About {total} training runs, depending on the learning rates; {len(outcomes)} are finished already.\n"
-        f"Results go to {output}. Stop at any time (Ctrl-C): the same command continues.",
+        f"{config.title} on {', '.join(map(title, comparison.objectives)).lower()} (preset {config.preset}).\n"
+        f"Expected: {config.expected}; this machine runs {workers} at once.\n"
+        f"About {sum(comparison.expected(earlier).values())} training runs, depending on the learning rates; "
+        f"{len(earlier)} are finished already.\n"
+        f"Results go to {config.output}. Stop at any time (Ctrl-C): the same command continues.",
         highlight=False,
         soft_wrap=True,
     )
-    warn_of_other_code(outcomes, console, delete=str(output))
+    warn_of_other_code(earlier, console, delete=f"{config.output}/cells and their lines of {config.output}/runs.csv")
 
 
-def conclude(
-    comparison: Comparison,
-    outcomes: Outcomes,
-    config: DictConfig,
-    workers: int,
-    output: Path,
-    console: Console,
-) -> int:
-    """Writes the CSVs, figures and report, prints the table; the exit code."""
+def conclude(comparison: Comparison, outcomes: Outcomes, config: DictConfig, workers: int, console: Console) -> int:
+    """Writes the CSVs, figures and report, prints the tables; the exit code."""
     from benchmarks.report import write_report  # workers import this module: they need no matplotlib
 
+    output = Path(config.output)
     rows = entries(comparison, outcomes)
-    write_comparison_csv(rows, output / "comparison.csv")
-    write_cells_csv(outcomes, output / "cells.csv")
+    write_summary(rows, training_from(config), output / "summary.csv")
+    write_details(rows, output / "details.csv")
+    write_differences(rows, output / "differences.csv")
+    OmegaConf.save(config, output / SETTINGS, resolve=True)
     for table in terminal_tables(rows):
         console.print(table, "")
     for line in [*notes(rows), *headline(rows)]:
         console.print(line, highlight=False, soft_wrap=True)
-    settings = cast("dict[str, Any]", OmegaConf.to_container(config, resolve=True))
-    report = write_report(comparison, rows, outcomes, output, {**settings, "workers": workers})
+    report = write_report(comparison, rows, outcomes, output, config, workers)
     code = show_crashes(outcomes, console)
     console.print(f"Report: {report.resolve()}", highlight=False, soft_wrap=True)
     return code

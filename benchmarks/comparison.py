@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from statistics import fmean
@@ -126,6 +126,9 @@ class Study:
     def key(self) -> tuple[Condition, str]:
         return self.condition, self.method.name
 
+    def after(self, origin: Study | None) -> Study:
+        return replace(self, origin=origin)
+
     @property
     def group(self) -> str:
         return f"{self.condition.name()}/{self.method.name}"
@@ -154,7 +157,7 @@ class Study:
             index = self.origin.choice(self.method.rows[0], outcomes).index
             if index is not None:
                 return index
-        return bracket.nearest_index(self.method.first_rate(self.condition.objective))
+        return bracket.nearest_index(self.method.start[self.condition.objective])
 
     def search(self, outcomes: Outcomes) -> bracket.Search:
         first = self.first_index(outcomes)
@@ -167,7 +170,8 @@ class Study:
 
         if self.searched:
             return bracket.search(first, self.limit, losses_at)
-        indices = tuple(sorted(range(first - (self.limit - 1) // 2, first + self.limit // 2 + 1), key=lambda i: abs(i - first)))
+        grid = range(first - (self.limit - 1) // 2, first + self.limit // 2 + 1)
+        indices = tuple(sorted(grid, key=lambda index: abs(index - first)))
         return bracket.Search(indices, all(losses_at(index) is not None for index in indices))
 
     def swept(self, row: Row, outcomes: Outcomes) -> dict[int, float | None]:

@@ -23,6 +23,7 @@ class Estimate:
     high: float
     missing: int
     total: int
+    values: tuple[float, ...] = ()
 
     @property
     def complete(self) -> bool:
@@ -39,7 +40,7 @@ def estimate(values: Sequence[float | None]) -> Estimate:
     if not known:
         return Estimate(math.nan, math.nan, math.nan, missing, len(values))
     low, high = quantiles(resampled_means(np.array(known)))
-    return Estimate(float(np.mean(known)), low, high, missing, len(values))
+    return Estimate(float(np.mean(known)), low, high, missing, len(values), tuple(known))
 
 
 def mean_over(groups: Sequence[Sequence[float]]) -> Estimate:
@@ -87,10 +88,12 @@ def paired_difference(values: Sequence[float | None], others: Sequence[float | N
 
     A run that diverged, or is not there, takes its pair with it.
     """
-    from scipy import stats
+    from scipy import stats  # type: ignore[import-untyped]
 
     pairs = [
-        (a, b) for a, b in zip(values, others) if a is not None and b is not None and math.isfinite(a) and math.isfinite(b)
+        (a, b)
+        for a, b in zip(values, others)
+        if a is not None and b is not None and math.isfinite(a) and math.isfinite(b)
     ]
     if len(pairs) < 2:
         return None

@@ -15,19 +15,22 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from benchmarks import bracket
-from benchmarks.comparison import ADAM, ADAM_EMA, ROWS, SPLUS, SPLUS_LIVE, Comparison, Row
+from benchmarks.comparison import REFERENCE, Comparison, Condition
+from benchmarks.methods import Row
 from benchmarks.steps_to_adam import Curve, crossing
 from benchmarks.sweep import Outcomes
 from benchmarks.table import Entry
 
 INK, GRID = "#303030", "#dcdcdc"
-COLORS = {ADAM: "#c4511c", ADAM_EMA: "#d99a1f", SPLUS: "#1f62c4", SPLUS_LIVE: "#7a9fd6"}
+COLORS = {"adam": "#c4511c", "adam_ema": "#d99a1f", "splus": "#1f62c4", "splus_live": "#7a9fd6"}
+# Of all others, in turn: Paul Tol's "muted" scheme (personal.sron.nl/~pault), readable without seeing all colours.
+OTHERS = ("#117733", "#aa4499", "#44aa99", "#999933", "#882255", "#88ccee", "#332288", "#ddcc77", "#cc6677")
 VARIABLES = {  # in an SVG each colour becomes a variable of the page's style sheet
     INK: "currentColor", GRID: "var(--line)",
-    COLORS[ADAM]: "var(--adam)", COLORS[ADAM_EMA]: "var(--adam-ema)",
-    COLORS[SPLUS]: "var(--splus)", COLORS[SPLUS_LIVE]: "var(--splus-live)",
+    COLORS["adam"]: "var(--adam)", COLORS["adam_ema"]: "var(--adam-ema)",
+    COLORS["splus"]: "var(--splus)", COLORS["splus_live"]: "var(--splus-live)",
 }  # fmt: skip
-DASHES = {ADAM: "-", ADAM_EMA: "--", SPLUS: "-", SPLUS_LIVE: ":"}
+DASHES = {"adam": "-", "adam_ema": "--", "splus": "-", "splus_live": ":"}
 STYLE: dict[Any, Any] = {
     "text.color": INK, "axes.labelcolor": INK, "axes.edgecolor": GRID, "xtick.color": INK, "ytick.color": INK,
     "xtick.labelcolor": INK, "ytick.labelcolor": INK, "grid.color": GRID, "axes.grid": True, "axes.grid.which": "major",
@@ -38,9 +41,19 @@ STYLE: dict[Any, Any] = {
 }  # fmt: skip
 
 
-def draw(comparison: Comparison, objective: str, rows: Sequence[Entry], outcomes: Outcomes) -> dict[str, Figure]:
-    """Loss against steps, against seconds and against the learning rate, for one objective."""
-    swept = {row: comparison.swept(objective, row, outcomes) for row in ROWS}
+def colors(names: Sequence[str]) -> dict[str, str]:
+    """A colour for each row, by its name."""
+    others = [name for name in dict.fromkeys(names) if name not in COLORS]
+    return COLORS | {name: OTHERS[i % len(OTHERS)] for i, name in enumerate(others)}
+
+
+def dashes(row: Row) -> str:
+    return DASHES.get(row.name, "--" if row.name.endswith("_ema") else "-")
+
+
+def draw(comparison: Comparison, condition: Condition, rows: Sequence[Entry], outcomes: Outcomes) -> dict[str, Figure]:
+    """Loss against steps, against seconds and against the learning rate, under one condition."""
+    swept = {row: study.swept(row, outcomes) for study, row in comparison.rows(condition)}
     with matplotlib.rc_context(STYLE):
         return {
             "steps": loss_curves(rows, clock=False),
@@ -57,23 +70,27 @@ def loss_curves(rows: Sequence[Entry], clock: bool) -> Figure:
     figure, axes = panel(f"Loss against {'seconds' if clock else 'steps'}")
     axes.set_xlabel("training time, s" if clock else "step")
     axes.set_ylabel("validation loss")
-    means = {entry.row: mean for entry in rows if (mean := mean_curve(entry.curves))}
+    color = colors([entry.row.name for entry in rows])
+    means = {}
     for entry in rows:
-        if entry.row in means:
-            mean = means[entry.row]
-            x = mean.seconds if clock else mean.steps
-            color = COLORS[entry.row]
-            axes.plot(x, mean.losses, DASHES[entry.row], color=color, label=entry.row.label, zorder=3)
-            losses = list(zip(*(curve.losses for curve in entry.curves)))
-            axes.fill_between(x, [min(v) for v in losses], [max(v) for v in losses], color=color, alpha=0.2, lw=0)
-    if ADAM in means:
-        target = means[ADAM].losses[-1]
-        axes.axhline(target, color=COLORS[ADAM], ls=":", lw=1)
-        if SPLUS in means and (point := crossing(means[SPLUS], target)):
-            axes.plot(point.seconds if clock else point.step, target, "o", color=COLORS[SPLUS], ms=6, zorder=4)
+        known = [curve for curve in entry.curves if curve is not None]
+        mean = mean_curve(known)
+        if mean is None:
+            continue
+        name = entry.row.name
+        means[name] = mean
+        x = mean.seconds if clock else mean.steps
+        axes.plot(x, mean.losses, dashes(entry.row), color=color[name], label=entry.row.label, zorder=3)
+        losses = list(zip(*(curve.losses for curve in known)))
+        axes.fill_between(x, [min(v) for v in losses], [max(v) for v in losses], color=color[name], alpha=0.2, lw=0)
+    if REFERENCE in means:
+        target = means[REFERENCE].losses[-1]
+        axes.axhline(target, color=color[REFERENCE], ls=":", lw=1)
+        if "splus" in means and (point := crossing(means["splus"], target)):
+            axes.plot(point.seconds if clock else point.step, target, "o", color=color["splus"], ms=6, zorder=4)
     if means:
         _leave_out_the_start(axes, list(means.values()))
-        axes.legend(loc="best")
+        axes.legend(loc="best", ncols=1 + len(means) // 8)
     return figure
 
 
@@ -109,20 +126,21 @@ def learning_rates(swept: Mapping[Row, Mapping[int, float | None]]) -> Figure:
     best = min(finite)
     top = min(max(finite), best + 3 * (sorted(finite)[len(finite) // 2] - best) + 1e-3)
     top += 0.06 * (top - best)
+    color_of = colors([row.name for row in swept])
     for row, losses in swept.items():
         tried = {index: loss for index, loss in losses.items() if loss is not None}
         inside = [(bracket.rate(i), loss) for i, loss in tried.items() if loss <= top]
         above = [(bracket.rate(i), loss) for i, loss in tried.items() if loss > top]
-        color = COLORS[row]
-        axes.plot(*zip(*inside), f"{DASHES[row]}o", color=color, ms=4, label=row.label) if inside else None
+        color = color_of[row.name]
+        axes.plot(*zip(*inside), f"{dashes(row)}o", color=color, ms=4, label=row.label) if inside else None
         for lr, loss in above:  # beyond the axis: a triangle; diverged: a cross, once for the run
-            if math.isfinite(loss) or row in (ADAM, SPLUS):
+            if math.isfinite(loss) or not row.name.endswith(("_ema", "_live")):
                 axes.plot(lr, top, "^" if math.isfinite(loss) else "x", color=color, ms=7, mew=1.8, clip_on=False)
         index = bracket.best(tried)
-        if index is not None and row != SPLUS_LIVE:
+        if index is not None:
             axes.plot(bracket.rate(index), tried[index], "o", color=color, ms=10, mfc="none", mew=1.4)
     axes.set_ylim(best - 0.06 * (top - best), top)
-    axes.legend(loc="best")
+    axes.legend(loc="best", ncols=1 + len(swept) // 8)
     return figure
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -58,8 +58,9 @@ class Method:
     rows: tuple[Row, ...]
     start: Mapping[str, float]
 
-    def first_rate(self, objective: str) -> float:
-        return self.start[objective]
+    def starting_at(self, rates: Mapping[str, float]) -> Method:
+        """With other first learning rates on some objectives."""
+        return replace(self, start={**self.start, **rates})
 
 
 def method(name: str, objectives: Sequence[str], variants: Mapping[str, Any], folder: Path | None = None) -> Method:
@@ -91,14 +92,16 @@ def _load(optimizer: str, folder: Path, variants: Mapping[str, Any]) -> DictConf
     path = folder / f"{optimizer}.yaml"
     if not path.exists():
         known = sorted(path.stem for path in folder.glob("*.yaml"))
-        raise SettingError(f"optimizer {optimizer} given; choose among {', '.join([*known, *variants])}, or write {path}")
+        raise SettingError(
+            f"optimizer {optimizer} given; choose among {', '.join([*known, *variants])}, or write {path}"
+        )
     config = OmegaConf.load(path)
     assert isinstance(config, DictConfig)
     return config
 
 
 def _default_weights(config: DictConfig) -> list[str]:
-    """Optimizers with a mode for evaluation have averages of their own, and live weights that are no end in themselves."""
+    """Optimizers with a mode for evaluation have averages of their own, and live weights are no end in themselves."""
     return [AVERAGED] if hasattr(get_class(config._target_), "eval") else [LIVE, AVERAGED]
 
 

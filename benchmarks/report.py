@@ -14,38 +14,42 @@ from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 
 from benchmarks.cells import code_digest, made_by_other_code
-from benchmarks.comparison import ADAM, SPLUS, Comparison
+from benchmarks.comparison import REFERENCE, Comparison, Condition
 from benchmarks.figures import draw, inline_svg, save_png
 from benchmarks.machine import processor, usable_cores
 from benchmarks.progress import summary
+from benchmarks.summary import OURS, headline
 from benchmarks.sweep import Outcomes
-from benchmarks.table import HEADINGS, Entry, headline, notes, reproduce, texts, title
+from benchmarks.table import HEADINGS, Entry, condition_title, notes, reproduce, texts
 
 PACKAGES = ("torch", "numpy", "hydra-core", "einops", "matplotlib")
 
 
 def write_report(
-    comparison: Comparison, rows: Sequence[Entry], outcomes: Outcomes, output: Path, settings: dict[str, Any]
+    comparison: Comparison, rows: Sequence[Entry], outcomes: Outcomes, output: Path, config: DictConfig, workers: int
 ) -> Path:
     """Writes `output`/report.html and `output`/figures/*.png; returns the path of the report.
 
     Args:
-        settings: of the comparison, to be shown; `workers` is the number that was used.
+        workers: how many runs shared the machine.
     """
     page = template("report.html").render(
-        comparison=comparison,
+        title=config.title,
+        preset=config.preset,
+        seeds=max(study.seeds for study in comparison.studies),
+        limit=config.rates,
         headline=headline(rows),
         headings=HEADINGS,
         notes=notes(rows),
-        sections=[section(comparison, objective, rows, outcomes, output) for objective in comparison.objectives],
+        sections=[section(comparison, condition, rows, outcomes, output) for condition in comparison.conditions],
         crashed=[cell.name for cell, outcome in outcomes.items() if outcome.status == "crashed"],
         other_code=sum(map(made_by_other_code, outcomes.values())),
-        facts=facts(outcomes, settings["workers"]),
+        facts=facts(outcomes, workers),
         command=shlex.join(["python", "-m", "benchmarks.compare", *sys.argv[1:]]),
-        settings=OmegaConf.to_yaml(settings),
+        settings=OmegaConf.to_yaml(config, resolve=True),
         configurations=configurations(rows, outcomes),
         runs=run_lines(outcomes),
     )
@@ -55,16 +59,23 @@ def write_report(
 
 
 def section(
-    comparison: Comparison, objective: str, rows: Sequence[Entry], outcomes: Outcomes, output: Path
+    comparison: Comparison, condition: Condition, rows: Sequence[Entry], outcomes: Outcomes, output: Path
 ) -> dict[str, Any]:
-    """What the report shows of one objective; its figures are also written as PNG."""
-    own = [entry for entry in rows if entry.objective == objective]
+    """What the report shows of one condition; its figures are also written as PNG."""
+    own = [entry for entry in rows if entry.condition == condition]
     (output / "figures").mkdir(parents=True, exist_ok=True)
     svgs = []
-    for kind, figure in draw(comparison, objective, own, outcomes).items():
-        save_png(figure, output / "figures" / f"{objective}-{kind}.png")
-        svgs.append(Markup(inline_svg(figure, f"{objective}-{kind}")))
-    return {"title": title(objective), "rows": own, "texts": texts, "figures": svgs, "samples": samples(own)}
+    for kind, figure in draw(comparison, condition, own, outcomes).items():
+        name = f"{condition.name()}-{kind}"
+        save_png(figure, output / "figures" / f"{name}.png")
+        svgs.append(Markup(inline_svg(figure, name)))
+    return {
+        "title": condition_title(condition),
+        "rows": own,
+        "texts": texts,
+        "figures": svgs,
+        "samples": samples(own),
+    }
 
 
 def template(name: str) -> Any:
@@ -83,7 +94,7 @@ def samples(rows: Sequence[Entry]) -> list[dict[str, str]]:
     """Images sampled after the best runs of Adam and SPlus (seed 0), where the runs have left some."""
     found = []
     for entry in rows:
-        if entry.row in (ADAM, SPLUS) and entry.outcomes:
+        if entry.row.name in (REFERENCE, OURS) and entry.outcomes:
             path = entry.outcomes[0].directory / "samples.png"
             if path.exists():
                 data = base64.b64encode(path.read_bytes()).decode()
@@ -100,9 +111,9 @@ def run_lines(outcomes: Outcomes) -> list[dict[str, str]]:
 
 
 def configurations(rows: Sequence[Entry], outcomes: Outcomes) -> dict[str, str]:
-    """By name, the whole configuration of the best run of each row that has a learning rate of its own."""
+    """By name, the whole configuration of the best run of each row."""
     cells = {outcome.directory: cell for cell, outcome in outcomes.items()}
-    best = [cells[e.outcomes[0].directory] for e in rows if e.row.weights == e.row.chosen_on and e.outcomes]
+    best = [cells[entry.outcomes[0].directory] for entry in rows if entry.outcomes]
     return {cell.name: OmegaConf.to_yaml(cell.config) for cell in best}
 
 

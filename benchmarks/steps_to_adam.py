@@ -30,17 +30,6 @@ class Crossing:
     seconds: float
 
 
-@dataclass(frozen=True)
-class Spread:
-    """Values over seeds; `missing` of `total` seeds have none (not reached, diverged)."""
-
-    mean: float
-    low: float
-    high: float
-    missing: int
-    total: int
-
-
 def crossing(curve: Curve, target: float) -> Crossing | None:
     """The point from which the loss is at or below `target` and stays so in the mean; None if there is none.
 
@@ -85,29 +74,3 @@ def seconds_per_step(curves: Sequence[Curve]) -> float:
         for i in range(1, len(curve.steps))
     ]
     return median(rates) if rates else math.nan
-
-
-def spread(values: Sequence[float | None]) -> Spread:
-    """Mean and range of the values there are."""
-    known = [value for value in values if value is not None and math.isfinite(value)]
-    missing = len(values) - len(known)
-    if not known:
-        return Spread(math.nan, math.nan, math.nan, missing, len(values))
-    return Spread(fmean(known), min(known), max(known), missing, len(values))
-
-
-def spread_text(value: Spread, absent: str, digits: int = 2) -> tuple[str, str]:
-    """A number and, smaller, what belongs to it: ("0.52", "0.50–0.54"), or ("> 1", "in 1 of 2, else 0.93").
-
-    Args:
-        absent: what a seed without a value is called.
-    """
-    if value.total == 0:
-        return "–", ""
-    if value.missing == value.total:
-        return absent, ""
-    mean = f"{value.mean:.{digits}f}"
-    if value.missing:
-        return absent, f"in {value.missing} of {value.total}, else {mean}"
-    low, high = f"{value.low:.{digits}f}", f"{value.high:.{digits}f}"
-    return mean, "" if low == high else f"{low}–{high}"

@@ -88,9 +88,10 @@ def run_cells(
     with only_user_of(root), closing(executor):
         while True:
             queue = [cell for cell in dict.fromkeys(wanted(outcomes)) if cell not in outcomes and cell not in running]
-            earlier = {cell: known for cell in queue if (known := known_outcome(cell, root, recorded))}
+            begun = [cell for cell in _first_of(queue, outcomes) if cell not in running]
+            earlier = _earlier(queue, root, recorded) or _earlier(begun, root, recorded)
             if not earlier:
-                for cell in queue[: executor.workers - len(running)]:
+                for cell in begun[: executor.workers - len(running)]:
                     running[cell] = _start(cell, cell.directory(root), executor)
                 if not running:
                     return outcomes
@@ -101,6 +102,15 @@ def run_cells(
                     watcher.ended(cell, outcome, bool(earlier))
             if fail_fast and any(outcome.status == "crashed" for outcome in ended.values()):
                 return outcomes
+
+
+def _earlier(cells: Sequence[Cell], root: Path, recorded: Mapping[str, Outcome] | None) -> dict[Cell, Outcome]:
+    return {cell: known for cell in cells if (known := known_outcome(cell, root, recorded))}
+
+
+def _first_of(queue: Sequence[Cell], outcomes: Outcomes) -> list[Cell]:
+    """Instead of cells that come after one that has not ended, that one."""
+    return list(dict.fromkeys(cell.after if cell.after and cell.after not in outcomes else cell for cell in queue))
 
 
 def _start(cell: Cell, directory: Path, executor: Executor) -> Running:

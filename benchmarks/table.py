@@ -1,101 +1,170 @@
-"""The table of the comparison: its numbers, on the terminal and as CSV."""
+"""The tables of a comparison: their numbers, on the terminal and as CSV."""
 
 from __future__ import annotations
 
-import csv
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
 from rich import box
 from rich.table import Table
 
 from benchmarks import bracket
 from benchmarks.cells import Cell, Outcome
-from benchmarks.comparison import ADAM, ADAM_EMA, ROWS, SPLUS, Choice, Comparison, Row
-from benchmarks.steps_to_adam import Curve, Spread, seconds_per_step, spread, spread_text, steps_to, time_to
+from benchmarks.comparison import CONSTANT, REFERENCE, Choice, Comparison, Condition, Study, best_weights
+from benchmarks.estimates import Difference, Estimate, estimate, paired_difference
+from benchmarks.methods import AVERAGED, Row
+from benchmarks.steps_to_adam import Curve, seconds_per_step, steps_to, time_to
 from benchmarks.sweep import Outcomes
 
 Measure = Callable[[Curve, float, Curve], "float | None"]
 MEASURES = {"bits_per_byte": "bits/byte", "accuracy": "accuracy"}
+REACHED, BEYOND, DIVERGED, UNKNOWN = "reached", "> budget", "diverged", "no result"
 
 
 @dataclass(frozen=True)
 class Entry:
-    """One row of the table. Spreads are over seeds; steps and time are ratios to Adam's."""
+    """One row of a table: estimates over seeds, steps and time as ratios to Adam's.
 
-    objective: str
+    Attributes:
+        curves: of each seed with these weights, in the order of the seeds; None where there is none.
+        steps, time: until the final loss of Adam.
+        steps_ema: until that of Adam's averages.
+        against: the paired differences in final loss from other rows of the condition, by their names.
+    """
+
+    condition: Condition
     row: Row
     choice: Choice
     outcomes: tuple[Outcome, ...]
-    loss: Spread
+    curves: tuple[Curve | None, ...]
+    loss: Estimate
     measure: str
-    measured: Spread
-    steps: Spread
-    time: Spread
-    steps_ema: Spread
+    measured: Estimate
+    steps: Estimate
+    time: Estimate
+    steps_ema: Estimate
     step_seconds: float
     step_ratio: float
+    state_bytes: int | None
+    against: Mapping[str, Difference]
 
     @property
     def lr(self) -> float | None:
         return None if self.choice.index is None else bracket.rate(self.choice.index)
 
     @property
-    def curves(self) -> list[Curve]:
-        """Validation over the run, one curve a seed; runs that diverged or crashed are left out."""
-        return [o.curves[self.choice.weights] for o in self.outcomes if o.status == "finished"]
+    def status(self) -> str:
+        if self.choice.index is None:
+            return DIVERGED if self.outcomes or "finite" in self.choice.note else UNKNOWN
+        if any(outcome.status == "diverged" for outcome in self.outcomes):
+            return DIVERGED
+        if not self.steps.total:
+            return UNKNOWN
+        return REACHED if self.steps.complete else BEYOND
 
 
 def entries(comparison: Comparison, outcomes: Outcomes) -> list[Entry]:
-    """The rows of the table, by objective."""
-    return [entry for objective in comparison.objectives for entry in _of_objective(comparison, objective, outcomes)]
+    """The rows of the tables, condition by condition."""
+    return [entry for condition in comparison.conditions for entry in _under(comparison, condition, outcomes)]
 
 
-def _of_objective(comparison: Comparison, objective: str, outcomes: Outcomes) -> list[Entry]:
-    choices = {row: comparison.choice(objective, row, outcomes) for row in ROWS}
-    runs = {row: [outcomes.get(cell) for cell in comparison.seed_cells(objective, row, outcomes)] for row in ROWS}
-    curves = {row: [_curve(run, choices[row].weights) for run in runs[row]] for row in ROWS}
-    adam_pace = seconds_per_step([curve for curve in curves[ADAM] if curve])
-    result = []
-    for row in ROWS:
-        ended = tuple(run for run in runs[row] if run is not None)
-        final = [run.result["final"][choices[row].weights] for run in ended if run.status == "finished"]
-        measure = next((name for name in MEASURES if final and name in final[0]), "")
-        pace = seconds_per_step([curve for curve in curves[row] if curve])
-        result.append(
-            Entry(
-                objective, row, choices[row], ended,
-                loss=spread([curve.losses[-1] if curve else None for curve in curves[row]]),
-                measure=measure,
-                measured=spread([values[measure] for values in final] if measure else []),
-                steps=_ratios(steps_to, row, ADAM, curves),
-                time=_ratios(time_to, row, ADAM, curves),
-                steps_ema=_ratios(steps_to, row, ADAM_EMA, curves),
-                step_seconds=pace,
-                step_ratio=pace / adam_pace,
-            )
-        )  # fmt: skip
-    return result
+@dataclass(frozen=True)
+class _Runs:
+    """The runs of a row at its best rate: of each seed, None where it has not ended or crashed."""
+
+    study: Study
+    row: Row
+    choice: Choice
+    ended: tuple[Outcome | None, ...]
+    curves: tuple[Curve | None, ...]
+
+    @classmethod
+    def of(cls, study: Study, row: Row, outcomes: Outcomes) -> _Runs:
+        choice = study.choice(row, outcomes)
+        ended = [outcomes.get(cell) for cell in study.seed_cells(row, outcomes)]
+        found = [None if o is None or o.status == "crashed" else o for o in ended]
+        curves: list[Curve | None] = []
+        for seed, outcome in enumerate(found):
+            shorter = [outcomes.get(study.cell(choice.index or 0, seed, budget)) for budget in study.budgets]
+            curves.append(_curve(outcome, shorter, choice.weights))
+        return cls(study, row, choice, tuple(found), tuple(curves))
+
+    @property
+    def paces(self) -> list[Curve]:
+        """The curves of the runs themselves."""
+        return [o.curves[self.choice.weights] for o in self.ended if o is not None and o.status == "finished"]
+
+    @property
+    def finals(self) -> list[float | None]:
+        return [None if o is None else o.loss(self.choice.weights) for o in self.ended]
 
 
-def _curve(run: Outcome | None, weights: str) -> Curve | None:
-    return run.curves[weights] if run is not None and run.status == "finished" else None
+def _curve(run: Outcome | None, shorter: Sequence[Outcome | None], weights: str) -> Curve | None:
+    """Validation over a run; if there are shorter runs, their ends and its own."""
+    if run is None or run.status != "finished":
+        return None
+    runs = [o for o in shorter if o is not None and o.status == "finished"]
+    if not runs:
+        return run.curves[weights]
+    ends = []
+    for outcome in (*runs, run):
+        own = weights if weights in outcome.curves else best_weights(outcome, AVERAGED)
+        curve = outcome.curves[own]
+        ends.append((curve.steps[-1], curve.seconds[-1], curve.losses[-1]))
+    return Curve(*map(tuple, zip(*sorted(ends))))
 
 
-def _ratios(measure: Measure, row: Row, target: Row, curves: dict[Row, list[Curve | None]]) -> Spread:
+def _under(comparison: Comparison, condition: Condition, outcomes: Outcomes) -> list[Entry]:
+    runs = {row.name: _Runs.of(study, row, outcomes) for study, row in comparison.rows(condition)}
+    adam, adam_ema = runs.get(REFERENCE), runs.get(f"{REFERENCE}_ema")
+    adam_pace = seconds_per_step(adam.paces) if adam else math.nan
+    return [_entry(condition, of_row, runs, adam, adam_ema, adam_pace) for of_row in runs.values()]
+
+
+def _entry(
+    condition: Condition,
+    of_row: _Runs,
+    runs: Mapping[str, _Runs],
+    adam: _Runs | None,
+    adam_ema: _Runs | None,
+    adam_pace: float,
+) -> Entry:
+    ended = tuple(outcome for outcome in of_row.ended if outcome is not None)
+    finished = [outcome for outcome in ended if outcome.status == "finished"]
+    final = [outcome.result["final"][of_row.choice.weights] for outcome in finished]
+    measure = next((name for name in MEASURES if final and name in final[0]), "")
+    pace = seconds_per_step(of_row.paces)
+    others = {name: of for name, of in runs.items() if name != of_row.row.name}
+    differences = {name: paired_difference(of_row.finals, of.finals) for name, of in others.items()}
+    return Entry(
+        condition, of_row.row, of_row.choice, ended, of_row.curves,
+        loss=estimate(of_row.finals),
+        measure=measure,
+        measured=estimate([values[measure] for values in final] if measure else []),
+        steps=_ratios(steps_to, of_row, adam, adam),
+        time=_ratios(time_to, of_row, adam, adam),
+        steps_ema=_ratios(steps_to, of_row, adam_ema, adam),
+        step_seconds=pace,
+        step_ratio=pace / adam_pace,
+        state_bytes=next((outcome.result.get("state_bytes") for outcome in finished), None),
+        against={name: difference for name, difference in differences.items() if difference is not None},
+    )  # fmt: skip
+
+
+def _ratios(measure: Measure, of_row: _Runs, target: _Runs | None, adam: _Runs | None) -> Estimate:
     """Steps or time to the final loss of `target`, over Adam's, seed by seed; 1 by definition for the target's own row.
 
     Seeds for which Adam or the target has no finished run are left out: there is nothing to reach.
     """
+    if target is None or adam is None:
+        return estimate([])
     values: list[float | None] = []
-    for curve, goal, adam in zip(curves[row], curves[target], curves[ADAM]):
-        if goal is not None and adam is not None:
-            reached = None if curve is None else measure(curve, goal.losses[-1], adam)
-            values.append(1.0 if row == target else reached)
-    return spread(values)
+    for curve, goal, reference in zip(of_row.curves, target.curves, adam.curves):
+        if goal is not None and reference is not None:
+            reached = None if curve is None else measure(curve, goal.losses[-1], reference)
+            values.append(1.0 if of_row.row == target.row else reached)
+    return estimate(values)
 
 
 HEADINGS = ("steps to Adam", "time to Adam", "steps to Adam+EMA", "final loss", "measure", "best rate", "ms a step")
@@ -104,134 +173,84 @@ WIDTHS = (9, 9, 9, 11, 9, 8, 6)  # on the terminal; with the label's 12 and gaps
 
 def texts(entry: Entry) -> list[tuple[str, str]]:
     """The texts of a row, its label first, then those under HEADINGS: a number each, and what belongs to it."""
-    decay = f"decay {entry.choice.weights.removeprefix('ema_')}" if entry.row == ADAM_EMA and entry.lr else ""
+    decay = f"decay {entry.choice.weights.removeprefix('ema_')}" if entry.choice.weights.startswith("ema_") else ""
     lr = "–" if entry.lr is None else f"{entry.lr:.3g}"
     pace = (
         ("–", "")
         if math.isnan(entry.step_seconds)
-        else (f"{1000 * entry.step_seconds:.3g}", f"×{entry.step_ratio:.2f}")
+        else (f"{1000 * entry.step_seconds:.3g}", "" if math.isnan(entry.step_ratio) else f"×{entry.step_ratio:.2f}")
     )
     return [
         (entry.row.label, decay),
-        spread_text(entry.steps, "> 1"),
-        spread_text(entry.time, "not reached"),
-        spread_text(entry.steps_ema, "> 1"),
-        spread_text(entry.loss, "diverged", 3),
-        (spread_text(entry.measured, "–", 3)[0], MEASURES[entry.measure]) if entry.measure else ("", ""),
+        estimate_text(entry.steps, "> 1"),
+        estimate_text(entry.time, "not reached"),
+        estimate_text(entry.steps_ema, "> 1"),
+        estimate_text(entry.loss, "diverged", 3),
+        (estimate_text(entry.measured, "–", 3)[0], MEASURES[entry.measure]) if entry.measure else ("", ""),
         (lr if entry.choice.bracketed else f"{lr}*", ""),
         pace,
     ]
 
 
+def estimate_text(value: Estimate, absent: str, digits: int = 2) -> tuple[str, str]:
+    """A number and, smaller, what belongs to it: ("0.52", "0.50–0.54"), or ("> 1", "in 1 of 2, else 0.93").
+
+    Args:
+        absent: what a seed without a value is called.
+    """
+    if value.total == 0:
+        return "–", ""
+    if value.missing == value.total:
+        return absent, ""
+    mean = f"{value.mean:.{digits}f}"
+    if value.missing:
+        return absent, f"in {value.missing} of {value.total}, else {mean}"
+    low, high = f"{value.low:.{digits}f}", f"{value.high:.{digits}f}"
+    return mean, "" if low == high else f"{low}–{high}"
+
+
 def terminal_tables(rows: Sequence[Entry]) -> list[Table]:
-    """A table for each objective, for a terminal of 80 columns; under each number its range over seeds."""
-    tables: dict[str, Table] = {}
+    """A table for each condition, for a terminal of 80 columns; under each number its interval."""
+    tables: dict[Condition, Table] = {}
     for entry in rows:
-        if entry.objective not in tables:
-            heading = f"[bold]{title(entry.objective)}[/]"
+        if entry.condition not in tables:
+            heading = f"[bold]{condition_title(entry.condition)}[/]"
             table = Table(title=heading, title_justify="left", box=box.SIMPLE_HEAD, padding=0, show_edge=False)
             table.add_column(width=12)
             for name, width in zip(HEADINGS, WIDTHS):
                 table.add_column(name, justify="right", width=width)
-            tables[entry.objective] = table
+            tables[entry.condition] = table
         cells = [f"{number}\n[dim]{detail}[/]" if detail else number for number, detail in texts(entry)]
-        tables[entry.objective].add_row(*cells, style="bold" if entry.row == SPLUS else "")
+        tables[entry.condition].add_row(*cells, style="bold" if entry.row.name == "splus" else "")
     return list(tables.values())
+
+
+def condition_title(condition: Condition) -> str:
+    """In words, what differs from the first condition of the objective."""
+    parts = [title(condition.objective)]
+    if condition.start != Condition(condition.objective).start:
+        parts.append(f"from {condition.start} in an Adam run")
+    if condition.schedule != CONSTANT:
+        parts.append(condition.schedule.replace("_", " "))
+    if condition.batch != 1:
+        parts.append(f"batch × {condition.batch:g}")
+    return ", ".join(parts)
 
 
 def notes(rows: Sequence[Entry]) -> list[str]:
     """What the asterisks stand for: where the best learning rate is not bracketed, and why."""
-    labels: dict[tuple[str, str], list[str]] = {}
+    labels: dict[tuple[Condition, str], list[str]] = {}
     for entry in rows:
         if not entry.choice.bracketed:
-            labels.setdefault((entry.objective, entry.choice.note), []).append(entry.row.label)
+            labels.setdefault((entry.condition, entry.choice.note), []).append(entry.row.label)
     return [
-        f"* {title(objective)}: best rate not bracketed ({note}): {', '.join(names)}"
-        for (objective, note), names in labels.items()
+        f"* {condition_title(condition)}: best rate not bracketed ({note}): {', '.join(names)}"
+        for (condition, note), names in labels.items()
     ]
 
 
 def title(objective: str) -> str:
     return objective.replace("_", " ").capitalize()
-
-
-def headline(rows: Sequence[Entry]) -> list[str]:
-    """A line for each objective: how much of Adam's steps and time SPlus needs."""
-    lines = []
-    for entry in rows:
-        if entry.row != SPLUS:
-            continue
-        text = "SPlus does not reach Adam's final loss within Adam's steps"
-        if entry.steps.missing == 0:
-            (steps, steps_range), (time, time_range) = spread_text(entry.steps, ""), spread_text(entry.time, "")
-            text = f"{steps}{brackets(steps_range)} of Adam's steps, {time}{brackets(time_range)} of its time"
-        elif entry.steps.missing < entry.steps.total:
-            text += f" with {entry.steps.missing} of {entry.steps.total} seeds"
-        lines.append(f"{title(entry.objective)}: {text if entry.steps.total else 'no run to compare with'}")
-    return lines
-
-
-def brackets(text: str) -> str:
-    return f" ({text})" if text else ""
-
-
-def write_comparison_csv(rows: Sequence[Entry], path: Path) -> None:
-    """One line a row of the table."""
-    lines = []
-    for e in rows:
-        line: dict[str, Any] = {
-            "objective": e.objective, "row": e.row.label, "weights": e.choice.weights, "learning_rate": e.lr,
-            "bracketed": e.choice.bracketed, "note": e.choice.note, "seeds": len(e.outcomes),
-        }  # fmt: skip
-        spreads = {
-            "final_loss": e.loss, "measure": e.measured, "steps_to_adam": e.steps, "time_to_adam": e.time,
-            "steps_to_adam_ema": e.steps_ema,
-        }  # fmt: skip
-        for name, value in spreads.items():
-            complete = value.missing == 0
-            line |= {
-                name: value.mean if complete else math.nan, f"{name}_low": value.low, f"{name}_high": value.high,
-                f"{name}_seeds_without": value.missing,
-            }  # fmt: skip
-        line |= {
-            "measure_name": e.measure,
-            "seconds_per_step": e.step_seconds,
-            "seconds_per_step_ratio": e.step_ratio,
-        }
-        lines.append(line)
-    _write_csv(lines, path)
-
-
-def write_cells_csv(outcomes: Outcomes, path: Path) -> None:
-    """One line a run."""
-    names = sorted({weights for o in outcomes.values() for weights in o.result.get("final") or {}})
-    lines = []
-    for cell, o in sorted(outcomes.items(), key=lambda item: item[0].name):
-        final = o.result.get("final") or {}
-        objective, optimizer = cell.group.split("/")
-        lines.append({
-            "name": cell.name, "objective": objective, "optimizer": optimizer,
-            "learning_rate": cell.config["optimizer"]["lr"], "seed": cell.config["seed"], "status": o.status,
-            "step": o.result.get("step"), "steps": cell.config["steps"],
-            **{f"final_{weights}": final.get(weights, {}).get("loss") for weights in names},
-            "seconds": o.result.get("seconds"), "weights_hash": o.result.get("hash"),
-            "config_hash": cell.hash, "directory": f"cells/{o.directory.name}",
-        })  # fmt: skip
-    _write_csv(lines, path)
-
-
-def _write_csv(lines: Sequence[dict[str, Any]], path: Path) -> None:
-    with open(path, "w", newline="") as file:
-        writer = csv.DictWriter(file, fieldnames=list(lines[0]) if lines else ["empty"])
-        writer.writeheader()
-        writer.writerows({key: _plain(value) for key, value in line.items()} for line in lines)
-
-
-def _plain(value: Any) -> Any:
-    """Numbers that are not there as empty fields, others with six significant digits."""
-    if isinstance(value, float):
-        return f"{value:.6g}" if math.isfinite(value) else ""
-    return value
 
 
 def reproduce(cell: Cell) -> str:
