@@ -266,7 +266,9 @@ def test_the_smoke_comparison_and_one_killed_and_resumed_give_the_same_table(tmp
         ("rates=0", "rates=0 given; at least 1"),
         ("workers=0", "workers=0 given; at least 1"),
         ("objectives=[chess]", "objectives=.* given; choose among"),
-        ("start.diffusion.adam=-1", "start.diffusion.adam=-1.0 given; a positive rate"),
+        ("+start.diffusion.adam=-1", "start.diffusion.adam=-1.0 given; a positive rate"),
+        ("+start.difusion.adam=1", "start.difusion.adam given; start.<diffusion"),
+        ("+start.diffusion.adams=1", "start.diffusion.adams given; start.<diffusion"),
     ],
 )
 def test_settings_that_make_no_sense_are_refused_before_anything_runs(

@@ -35,6 +35,7 @@ def training_config(config: DictConfig) -> dict[str, Any]:
     """The resolved configuration, less what changes nothing in the training."""
     resolved = OmegaConf.to_container(config, resolve=True)
     assert isinstance(resolved, dict)
+    resolved["optimizer"].pop("sweep", None)
     return {str(key): value for key, value in resolved.items() if key not in OUTSIDE}
 
 

@@ -1,36 +1,60 @@
 """Optimizers from configuration, all with the same parameter groups."""
 
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, overload
 
 import torch
 from omegaconf import DictConfig, OmegaConf
 from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.optim import AdamW, Muon, Optimizer
 
 from splus import param_groups
 from train.config import build
 
 
+# What a configuration file says of an optimizer to others: options of groups by their names, where a sweep begins.
+NOT_ARGUMENTS = ("groups", "sweep")
+
+
 def build_optimizer(config: DictConfig, model: nn.Module) -> Optimizer:
     """The optimizer of ``config._target_`` on ``model``: weight matrices decay, all other parameters do not.
 
-    ``config.groups`` has further options of the groups by their names, such as ``{"head": {"lr": 0.1}}``.
+    ``config.groups`` has further options of the groups by their names, such as ``{"head": {"lr": 0.1}}``. An optimizer
+    that has modes is in the one for training.
 
     Raises:
         ValueError: options for a group that the model does not have.
     """
     groups = param_groups(model, weight_decay=config.weight_decay, split=getattr(model, "fused", None))
+    add_options(groups, config.get("groups", {}))
     settings: dict[str, Any] = {}
-    if "groups" in config:
-        add_options(groups, config.groups)
-        settings_given = OmegaConf.to_container(config, resolve=True)
-        assert isinstance(settings_given, dict)
-        config = OmegaConf.create({key: value for key, value in settings_given.items() if key != "groups"})
     if "betas" in config:  # a list in YAML, a pair of floats for torch
         settings["betas"] = tuple(float(beta) for beta in config.betas)
-    optimizer: Optimizer = build(config, groups, **settings)
+    optimizer: Optimizer = build(arguments(config), groups, **settings)
+    if hasattr(optimizer, "train"):
+        optimizer.train()
     return optimizer
+
+
+def arguments(config: DictConfig) -> DictConfig:
+    """The target and its arguments."""
+    resolved = OmegaConf.to_container(config, resolve=True)
+    assert isinstance(resolved, dict)
+    return OmegaConf.create({key: value for key, value in resolved.items() if key not in NOT_ARGUMENTS})
+
+
+@contextmanager
+def graph_of_gradients(optimizer: Optimizer) -> Iterator[bool]:
+    """Whether the next step differentiates the gradients once more; attention inside is of the kind that allows it."""
+    if not getattr(optimizer, "differentiates_gradients", False):
+        yield False
+        return
+    with sdpa_kernel(SDPBackend.MATH), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", r"Using backward\(\) with create_graph=True")
+        yield True
 
 
 def add_options(groups: list[dict[str, Any]], options: DictConfig) -> None:

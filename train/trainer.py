@@ -16,7 +16,7 @@ from splus.averaging import averaging_weight
 from train import checkpoint
 from train.config import build
 from train.objectives import Objective
-from train.optimizers import build_optimizer
+from train.optimizers import build_optimizer, graph_of_gradients
 
 
 def generator(*position: object) -> Generator:
@@ -114,10 +114,11 @@ class Trainer:
         size = self.config.batch_size
         parts = zip(*(tensor.split(self.config.micro_batch or size) for tensor in batch), strict=True)
         total = torch.zeros((), device=self.device)
-        for part in parts:
-            loss = self.objective.loss(self.model, part) * (len(part[0]) / size)
-            loss.backward()
-            total += loss.detach()
+        with graph_of_gradients(self.optimizer) as create_graph:
+            for part in parts:
+                loss = self.objective.loss(self.model, part) * (len(part[0]) / size)
+                loss.backward(create_graph=create_graph)
+                total += loss.detach()
         return float(total)
 
     def evaluate(self) -> Iterator[tuple[str, float, dict[str, float]]]:
