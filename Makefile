@@ -45,7 +45,7 @@ soak: $(VENV)/bench  ## memory and the state's health over 20,000 steps (a few m
 	$(BIN)/python -m benchmarks.soak
 
 clean:  ## remove the environment and caches; results stay
-	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage
+	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage*
 
 $(VENV)/%: setup.cfg constraints.txt
 	@echo "== installing into $(VENV) what '$*' needs (the first time takes a few minutes)"

@@ -48,16 +48,17 @@ def compare(comparison: Comparison, config: DictConfig, console: Console) -> int
 
 def comparison_from(config: DictConfig) -> Comparison:
     """The comparison that the configuration asks for."""
-    known = sorted(path.stem for path in (ROOT / "conf" / "objective").glob("*.yaml"))
-    if not config.objectives or set(config.objectives) - set(known):
-        raise SettingError(f"objectives={config.objectives} given; choose among {', '.join(known)}")
+    unknown = [name for name in config.objectives if name not in config.start]
+    if unknown or not config.objectives:
+        raise SettingError(f"objectives={config.objectives} given; choose among {', '.join(map(str, config.start))}")
     for name, least in {"seeds": 1, "rates": 1, "workers": 1}.items():
         if config[name] is not None and config[name] < least:
             raise SettingError(f"{name}={config[name]} given; at least {least} is required")
-    strange = [f"{o}.{k}" for o, rates in config.start.items() for k in rates if o not in known or k not in OPTIMIZERS]
-    if strange:
-        raise SettingError(f"start.{strange[0]} given; start.<{'|'.join(known)}>.<{'|'.join(OPTIMIZERS)}> is required")
-    start = {o: {k: first_rate(config, o, k) for k in OPTIMIZERS} for o in config.objectives}
+    start = {o: {k: float(config.start[o][k]) for k in OPTIMIZERS} for o in config.objectives}
+    for objective, rates in start.items():
+        for optimizer, rate in rates.items():
+            if not rate > 0:
+                raise SettingError(f"start.{objective}.{optimizer}={rate} given; a positive rate is required")
     return Comparison(
         preset=config.preset,
         objectives=tuple(config.objectives),
@@ -66,16 +67,6 @@ def comparison_from(config: DictConfig) -> Comparison:
         seeds=config.seeds,
         overrides=tuple(config.overrides),
     )
-
-
-def first_rate(config: DictConfig, objective: str, optimizer: str) -> float:
-    """Where the sweep begins: of `start` if it is given there, of the optimizer's own `sweep.start` otherwise."""
-    given = OmegaConf.select(config.start, f"{objective}.{optimizer}")
-    own = OmegaConf.load(ROOT / "conf" / "optimizer" / f"{optimizer}.yaml").sweep.start[objective]
-    rate = float(own if given is None else given)
-    if not rate > 0:
-        raise SettingError(f"start.{objective}.{optimizer}={rate} given; a positive rate is required")
-    return rate
 
 
 def announce(comparison: Comparison, expected: str, workers: int, output: Path, console: Console) -> None:

@@ -157,10 +157,16 @@ def check_parameter(parameter: Tensor, name: str) -> None:
         )
     if not parameter.is_floating_point():
         raise ValueError(f"{name} has dtype {parameter.dtype}; SPlus updates floating-point parameters.")
-    if getattr(parameter, "_is_flat_param", False):
+    if parameter.is_meta:
         raise ValueError(
-            f"{name} is a flat parameter of FullyShardedDataParallel with {parameter.numel()} entries; SPlus needs the "
-            "shapes of matrices. Shard with torch.distributed.fsdp.fully_shard, or use DistributedDataParallel."
+            f"{name} is on the meta device and has no values, of which the state would be made. Materialize and "
+            "initialize the model before making the optimizer."
+        )
+    if getattr(parameter, "_fsdp_flattened", False):
+        raise ValueError(
+            f"{name} is a flat parameter of FullyShardedDataParallel or a part of one, with {parameter.numel()} "
+            "entries; SPlus needs the shapes of matrices. Shard with torch.distributed.fsdp.fully_shard, or use "
+            "DistributedDataParallel."
         )
 
 
@@ -175,6 +181,15 @@ def check_not_flattened(group: Mapping[str, Any], names: Collection[str], known:
             f"One flat vector of {parameters[0].numel()} entries has taken the place of {', '.join(names)}, as ZeRO of "
             "DeepSpeed does it; SPlus needs the shapes of matrices. Use DistributedDataParallel or fully_shard, or put "
             "vectors of your own into a group of their own with add_param_group."
+        )
+
+
+def check_not_replaced(parameter: Tensor, name: str) -> None:
+    """Raise for a parameter whose place in the model one of ``fully_shard`` has taken, which gets its gradients."""
+    if hasattr(parameter, "_fsdp_orig_uid"):
+        raise RuntimeError(
+            f"fully_shard has replaced {name} by a sharded parameter after the optimizer was made, which would train "
+            "nothing. Make the optimizer after fully_shard."
         )
 
 

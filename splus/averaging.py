@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from splus.precision import LOW_PRECISION, full_precision
+from splus.teams import local
 
 State = Mapping[Tensor, dict[str, Any]]
 
@@ -41,9 +42,10 @@ def put_in_averages(parameters: Iterable[Tensor], state: State) -> None:
     parameters = list(parameters)
     keep_weights(parameters, state)
     for parameter in parameters:
-        if state[parameter]["step"] == 0:
-            state[parameter]["average"].copy_(state[parameter]["weights"])
-        parameter.copy_(state[parameter]["average"])
+        of = state[parameter]
+        if of["step"] == 0:
+            local(of["average"]).copy_(local(of["weights"]))
+        local(parameter).copy_(local(of["average"]))
 
 
 def put_back_weights(parameters: Iterable[Tensor], state: State) -> None:
@@ -51,7 +53,7 @@ def put_back_weights(parameters: Iterable[Tensor], state: State) -> None:
     for parameter in parameters:
         of = state[parameter]
         if "weights" in of:
-            parameter.copy_(of["weights"])
+            local(parameter).copy_(local(of["weights"]))
         elif parameter.dtype in LOW_PRECISION:
             of["weights"] = parameter.detach().to(of["average"].dtype, copy=True)
         if parameter.dtype not in LOW_PRECISION:

@@ -2,10 +2,8 @@
 
 import math
 import operator
-from collections.abc import Collection, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from copy import deepcopy
-from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -15,8 +13,11 @@ from splus.arguments import STRUCTURAL, check_parameter, parameter_name, per_par
 from splus.buckets import Bucket
 from splus.faults import Faults
 from splus.matrices import MatrixLayout, matrix_layout
-from splus.plan import BATCH_LIMIT, Piece, RefreshSchedule, Slot, plan_buckets, refresh_schedule, refresh_turns
+from splus.owned import put
+from splus.plan import RefreshSchedule, Slot, plan_buckets, refresh_schedule, refresh_turns
 from splus.precision import LOW_PRECISION, state_dtype
+from splus.sharing import Owners, Sharing
+from splus.teams import Teams
 
 # A run that skips this many batches in a row for a gradient that is not finite is not training any more.
 # GradScaler, which halves its scale at each, gets from 2**16 to 2**6 in as many.
@@ -41,11 +42,13 @@ class GroupBooks:
         layouts: of the whitened ones.
         elementwise: positions of the others.
         kinds: the dtype and device they had when their state was made.
+        sharing: which ranks share which parameters.
+        exchanges: of the buckets, in their order; None for one of this process alone.
         gradient_faults, decomposition_faults: by position, and by position and part.
         refreshes, refresh_seconds: matrices refreshed so far, and the time that took.
     """
 
-    def __init__(self, group: Mapping[str, Any], index: int) -> None:
+    def __init__(self, group: Mapping[str, Any], index: int, teams: Teams, owned: Owners) -> None:
         self._listed = list(group["params"])
         self._decisive = deepcopy(_decisive(group))
         positions = {parameter: position for position, parameter in reversed(list(enumerate(group["params"])))}
@@ -55,13 +58,26 @@ class GroupBooks:
             check_parameter(parameter, self.names[position])
         self.layouts = self._layouts(group)
         self.elementwise = [position for position in self.parameters if position not in self.layouts]
-        dtypes = {position: state_dtype(self.parameters[position].dtype) for position in self.layouts}
-        devices = {position: self.parameters[position].device for position in self.layouts}
-        spectral = group["step_norm"] == "spectral"
-        plans = plan_buckets(self.layouts, dtypes, devices)
-        self.buckets = [Bucket(plan, group["matmul_dtype"], spectral) for plan in plans]
         self.kinds = {position: (p.dtype, p.device) for position, p in self.parameters.items()}
         self._refreshes: tuple[tuple[Any, ...], RefreshSchedule, dict[int, int]] | None = None
+        self.sharing = Sharing(
+            self.parameters,
+            self.names,
+            self.layouts,
+            self.refresh_plan(group)[1],
+            group["precondition_frequency"],
+            teams,
+            owned,
+        )
+        plans = plan_buckets(
+            self.layouts,
+            {position: state_dtype(self.parameters[position].dtype) for position in self.layouts},
+            {position: self.parameters[position].device for position in self.layouts},
+            self.sharing.team_numbers(),
+            self.sharing.owned_here(),
+        )
+        self.buckets = [Bucket(plan, group["matmul_dtype"], group["step_norm"] == "spectral") for plan in plans]
+        self.exchanges = [self.sharing.exchange(plan) for plan in plans]
         self.gradient_faults = Faults(GRADIENT_FAULT_LIMIT)
         self.decomposition_faults = Faults(DECOMPOSITION_FAULT_LIMIT)
         self.refreshes = 0
@@ -102,6 +118,10 @@ class GroupBooks:
             self._refreshes = (settings, schedule, refresh_turns(self.layouts, period, spread))
         return self._refreshes[1:]
 
+    def needs_order(self, position: int) -> bool:
+        """Whether the parameter's entries must lie in order for its matrices to be written to in place."""
+        return position in self.layouts and (position in self.sharing.teams or self.layouts[position].divided)
+
     def slots(self) -> Iterator[tuple[Bucket, Slot]]:
         """Every parameter's matrices, bucket by bucket."""
         return ((bucket, slot) for bucket in self.buckets for slot in bucket.plan.slots)
@@ -125,7 +145,7 @@ class GroupBooks:
         states: dict[int, dict[str, Any]] = {}
         for position, parameter in self.parameters.items():
             weights = parameter.detach().to(state_dtype(parameter.dtype), copy=True)
-            if position in self.layouts and self.layouts[position].divided:
+            if self.needs_order(position):
                 weights = weights.contiguous()
             states[position] = {"step": 0, "average": weights}
             if parameter.dtype in LOW_PRECISION:
@@ -138,66 +158,14 @@ class GroupBooks:
         return states
 
 
-@dataclass(frozen=True)
-class Batch:
-    """Neighbouring matrices (b, m, n) of a bucket, all of them with a gradient."""
-
-    bucket: Bucket
-    pieces: tuple[Piece, ...]
-
-    @property
-    def run(self) -> slice:
-        """Their positions in the bucket."""
-        return slice(self.pieces[0].begin, self.pieces[-1].end)
-
-
-def matrix_batches(books: GroupBooks, positions: Collection[int]) -> list[Batch]:
-    """The matrices of the parameters at these positions in the group, in as few batches as there can be."""
-    return [
-        Batch(bucket, pieces)
-        for bucket in books.buckets
-        for pieces in bucket.plan.runs([slot for slot in bucket.plan.slots if slot.parameter in positions])
-    ]
-
-
-def elementwise_batches(books: GroupBooks, positions: Collection[int]) -> list[list[tuple[int, slice | None]]]:
-    """The parameters that are not whitened in batches of at most BATCH_LIMIT entries, large ones by slices of rows.
-
-    Those of a batch have rows of one length, so that one step size is theirs.
-    """
-    batches: list[list[tuple[int, slice | None]]] = []
-    room, kind = 0, None
-    for position in books.elementwise:
-        if position not in positions:
-            continue
-        parameter = books.parameters[position]
-        own = (parameter.dtype, parameter.device, parameter.shape[-1] if parameter.ndim > 1 else None)
-        for rows, count in _row_slices(parameter):
-            if count > room or own != kind:
-                batches.append([])
-                room, kind = BATCH_LIMIT, own
-            batches[-1].append((position, rows))
-            room -= count
-    return batches
-
-
-def _row_slices(parameter: Tensor) -> list[tuple[slice | None, int]]:
-    """Slices of rows with at most BATCH_LIMIT entries, and their entries; None for all rows."""
-    if parameter.numel() <= BATCH_LIMIT:
-        return [(None, parameter.numel())]
-    rows, entries = len(parameter), parameter[0].numel()
-    step = max(1, BATCH_LIMIT // entries)
-    edges = [*range(0, rows, step), rows]
-    return [(slice(first, last), entries * (last - first)) for first, last in pairwise(edges)]
-
-
 def overwrite(live: dict[str, Any], saved: Mapping[str, Any]) -> None:
     """Put saved values into a parameter's live state, in place, so that views stay views and nothing is shared."""
     for key, value in saved.items():
         if key not in live:
-            live[key] = torch.empty_like(live["average"]).copy_(value)
+            live[key] = torch.empty_like(live["average"])
+            put(live[key], value)
         elif isinstance(live[key], Tensor):
-            live[key].copy_(value)
+            put(live[key], value)
         else:
             live[key] = type(live[key])(value)
 

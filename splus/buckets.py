@@ -8,6 +8,7 @@ from torch import Tensor
 
 from splus.eigenbasis import Method, refreshed_basis
 from splus.matrices import MatrixLayout
+from splus.owned import owned_tensor
 from splus.plan import BucketPlan, Slot
 from splus.update import accumulate_factors, spectral_factor, start_vector, whitened_direction
 from splus.workspace import Workspace
@@ -48,18 +49,25 @@ class Bucket:
         Names of a parameter's second part on carry the part's number. The momentum of an undivided parameter has
         the parameter's shape; a single matrix drops the leading dimension of its factors.
         """
+        part = layout.parts[slot.part]
+        count = layout.count(part)
+        views = {}
+        for name, stack in self.stacks.items():
+            of_slot = stack[slot.start : slot.start + slot.count]
+            shape = stack.shape[1:] if count == 1 else (count, *stack.shape[1:])
+            if name == "momentum" and len(layout.parts) == 1 and part.columns.count == 1:
+                shape = layout.shape
+            views[name] = of_slot.view(shape) if self.plan.team is None else owned_tensor(of_slot, shape, slot.indices)
         suffix = f".{slot.part}" if slot.part else ""
-        views = {name: stack[slot.start : slot.start + slot.count] for name, stack in self.stacks.items()}
-        if len(layout.parts) == 1 and layout.parts[0].columns.count == 1:
-            views["momentum"] = views["momentum"].view(layout.shape)
-        if slot.count == 1:
-            views = {name: view if name == "momentum" else view[0] for name, view in views.items()}
         return {name + suffix: view for name, view in views.items()}
 
-    def take_in(self, G: Tensor, run: slice, betas: tuple[float, float]) -> None:
-        """Take the gradients (b, m, n) of a run of the matrices into their momenta and factors."""
-        self.stacks["momentum"][run].lerp_(G, 1 - betas[0])
-        accumulate_factors(G, self._run("factor_left", run), self._run("factor_right", run), betas[1])
+    def take_in(self, G: Tensor, run: slice, beta1: float) -> None:
+        """Take the gradients (b, m, n) of a run of the matrices into their momenta."""
+        self.stacks["momentum"][run].lerp_(G, 1 - beta1)
+
+    def accumulate(self, G: Tensor, run: slice, beta2: float) -> None:
+        """Take the gradients (b, m, n) of a run of the matrices into their factors."""
+        accumulate_factors(G, self._run("factor_left", run), self._run("factor_right", run), beta2)
 
     def scratch(self, run: slice, workspace: Workspace) -> Tensor:
         """Where the gradients (b, m, n) of a run of the matrices are put together."""

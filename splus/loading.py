@@ -11,6 +11,7 @@ from torch import Tensor
 
 from splus.arguments import STRUCTURAL, check_group
 from splus.books import overwrite
+from splus.owned import can_put
 from splus.precision import LOW_PRECISION
 
 if TYPE_CHECKING:
@@ -179,6 +180,11 @@ def _check_state(name: str, parameter: Tensor, live: Mapping[str, Any], saved: M
             raise ValueError(
                 f"{key} of {name} is {given} in the loaded state dict and has shape {tuple(shape)} here; "
                 "load a state dict of the same model."
+            )
+        if not can_put(live["average" if key == "weights" else key], value):
+            raise ValueError(
+                f"{key} of {name} in the loaded state dict is spread over other ranks than here; save and load with "
+                "torch.distributed.checkpoint, or load what full_state_dict() returns."
             )
 
 

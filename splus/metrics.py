@@ -11,6 +11,7 @@ from splus.books import GroupBooks
 from splus.eigenbasis import basis_drift, orthogonality_error
 from splus.precision import exact_arithmetic
 from splus.scaling import elementwise_step
+from splus.teams import local
 from splus.update import spectral_factor, whitened_direction
 
 
@@ -23,8 +24,9 @@ def group_metrics(
     squares, entries = 0.0, 0
     drifts, errors = [torch.zeros(1)], [torch.zeros(1)]
     for position in books.elementwise:
-        signs = state[books.parameters[position]]["momentum"].sign()
-        squares += float(signs.square().sum()) * (lr * elementwise_step(signs.shape, constant, power)) ** 2
+        parameter = books.parameters[position]
+        signs = local(state[parameter]["momentum"]).sign()
+        squares += float(signs.square().sum()) * (lr * elementwise_step(parameter.shape, constant, power)) ** 2
         entries += signs.numel()
     with exact_arithmetic({bucket.plan.device.type for bucket in books.buckets}):
         for bucket in books.buckets:

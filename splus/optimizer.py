@@ -9,6 +9,7 @@ from torch import Tensor
 from torch._compile import _disable_dynamo
 from torch.optim.optimizer import Optimizer, ParamsT
 
+from splus.agreement import check_plans
 from splus.arguments import check_group, check_not_flattened, make_plain, refuse_unsupported
 from splus.averaging import keep_weights, put_back_weights, put_in_averages
 from splus.books import GroupBooks
@@ -16,9 +17,12 @@ from splus.gradients import usable_gradients
 from splus.loading import load_optimizer_state
 from splus.matrices import Oversized, Sections, Sides
 from splus.metrics import group_metrics
+from splus.owned import full
 from splus.phases import Prepared, refresh_bases, step_group
 from splus.precision import exact_arithmetic
 from splus.scaling import StepNorm, StepScale
+from splus.shared import step_shared
+from splus.teams import ProcessGroup, Teams, gather_anew
 from splus.workspace import Workspace
 
 
@@ -50,6 +54,12 @@ class SPlus(Optimizer):
     two, which depends on its entry ``peak``. One that is not finite skips its parameter in that step as if it had none:
     said once, an error after 10 in a row. A basis whose decomposition fails, in fp64 too, is kept: said once, an error
     after 3 in a row.
+
+    Ranks share the work on DTensors (of FSDP2, HSDP, tensor parallelism), and with ``process_group`` that on parameters
+    which all of them hold: every matrix has one owner, which gathers its gradient, keeps its momentum, factors and
+    bases, and sends out its update. The answer is that of one process up to rounding, and the same on every rank. A
+    gradient that is not finite anywhere, or that some ranks lack, skips its parameter everywhere. All ranks call
+    :meth:`step` alike; nothing else communicates but :meth:`full_state_dict`.
 
     Args:
         params: parameters, named parameters or groups, as for every torch optimizer; see :func:`~splus.param_groups`.
@@ -86,6 +96,9 @@ class SPlus(Optimizer):
             10 steps, and no matrix twice within 5. False refreshes all at once, from step 1 on.
         maximize: ascend instead of descend.
         foreach: accepted for Adam's sake; steps are batched whatever it says.
+        process_group: ranks that hold the same parameters and gradients, as with DistributedDataParallel, and share the
+            work. DTensors are shared by their whole mesh without it; with it, by the ranks of their mesh that are in
+            it, which must hold all shards of one copy.
         amsgrad, capturable, differentiable, fused, decoupled_weight_decay: arguments of Adam that raise a ValueError
             when set to anything but their value here.
 
@@ -145,6 +158,7 @@ class SPlus(Optimizer):
         differentiable: bool = False,
         fused: bool | None = None,
         decoupled_weight_decay: bool = True,
+        process_group: ProcessGroup | None = None,
     ) -> None:
         refuse_unsupported(
             amsgrad=amsgrad,
@@ -181,6 +195,8 @@ class SPlus(Optimizer):
         }
         self._books: list[GroupBooks] = []
         self._workspace = Workspace()
+        self._teams = Teams(process_group)
+        self._plans_checked = True
         super().__init__(params, defaults)
 
     @torch.no_grad()
@@ -193,12 +209,13 @@ class SPlus(Optimizer):
             make_plain(group)
             check_group(group)
             group["betas"] = tuple(float(beta) for beta in group["betas"])
-            books = GroupBooks(group, len(self._books))
+            books = GroupBooks(group, len(self._books), self._teams, owned={})
         except ValueError:
             self.param_groups.pop()
             raise
         group["training"] = not self._books or self.training
         self._books.append(books)
+        self._plans_checked = False
         self.state.update(books.linked_state(self.state))
         if not self.training:
             keep_weights(books.parameters.values(), self.state)
@@ -240,14 +257,20 @@ class SPlus(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         self._follow_groups()
-        gradients, sizes = usable_gradients(self._books)
+        if not self._plans_checked:
+            check_plans(self._books)
+            self._plans_checked = True
+        options = [{name: group[name] for name in self.defaults if name in group} for group in self.param_groups]
+        gradients, sizes = usable_gradients(self._books, options)
         with exact_arithmetic({gradient.device.type for of_group in gradients for gradient in of_group.values()}):
             prepared = [
                 Prepared(books, self.state, found, of_group, self._workspace)
                 for books, found, of_group in zip(self._books, gradients, sizes)
             ]
             for group, ready in zip(self.param_groups, prepared):
-                step_group(group, ready, self._workspace)
+                with ready.written_back():
+                    step_group(group, ready, self._workspace)
+                    step_shared(group, ready, self.state, self._workspace)
             for group, books, found in zip(self.param_groups, self._books, gradients):
                 refresh_bases(group, books, self.state, found)
         return loss
@@ -260,7 +283,8 @@ class SPlus(Optimizer):
     def train(self, mode: bool = True) -> "SPlus":
         """Put the weights being trained back into the model, bit for bit (or, with False, as :meth:`eval`). Idempotent.
 
-        Call it outside autocast blocks or inside, its cache of low-precision weights is dropped.
+        Call it outside autocast blocks or inside, its cache of low-precision weights is dropped. Modules of
+        ``fully_shard`` drop the weights that they have gathered, so that the next forward pass sees the new ones.
         """
         if mode == self.training:
             return self
@@ -271,6 +295,7 @@ class SPlus(Optimizer):
             else:
                 put_in_averages(books.parameters.values(), self.state)
             group["training"] = mode
+            gather_anew(books.parameters.values())
         torch.clear_autocast_cache()
         return self
 
@@ -286,6 +311,8 @@ class SPlus(Optimizer):
 
     def metrics(self) -> list[dict[str, Any]]:
         """For each group, what its next update looks like; computed when asked for, from the state as it is.
+
+        Of matrices that ranks share, those that this rank owns; of other parameters, what it holds.
 
         Returns:
             Dictionaries with ``name`` (if the group has one), ``update_rms`` (root mean square of lr · s · U over
@@ -324,10 +351,36 @@ class SPlus(Optimizer):
         self._follow_groups()
         load_optimizer_state(self, state_dict)
 
+    def full_state_dict(self) -> dict[str, Any]:
+        """As :meth:`state_dict`, with every tensor whole and on the CPU, also what ranks share; all of them call this.
+
+        :meth:`load_state_dict` takes it on any number of ranks, called on each of them. It needs the memory for the
+        whole state on every rank; :mod:`torch.distributed.checkpoint` does not.
+        """
+        state_dict = self.state_dict()
+        teams = {parameter: team for books in self._books for parameter, team in books.sharing.by_parameter().items()}
+        order = [parameter for group in self.param_groups for parameter in group["params"]]
+        for index, state in state_dict["state"].items():
+            group = teams[order[index]].group if order[index] in teams else None
+            state_dict["state"][index] = {
+                key: full(value, group) if isinstance(value, Tensor) else value for key, value in state.items()
+            }
+        return state_dict
+
+    def __getstate__(self) -> dict[str, Any]:
+        if any(books.sharing.teams for books in self._books):
+            raise RuntimeError(
+                "An SPlus that shares its work among ranks cannot be copied or pickled. Make a new one, and load what "
+                "state_dict() or full_state_dict() of this one returns."
+            )
+        return super().__getstate__()
+
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self._books = []
         self._workspace = Workspace()
+        self._teams = Teams(None)
+        self._plans_checked = True
         self._follow_groups()
 
     @torch.no_grad()
@@ -346,7 +399,10 @@ class SPlus(Optimizer):
             return
         for books, group in zip(self._books, groups):
             check_not_flattened(group, [books.names[position] for position in books.layouts], self.state)
-        renewed = [GroupBooks(group, index) for index, group in enumerate(groups)]
+        owned = {parameter: owners for books in self._books for parameter, owners in books.sharing.owners().items()}
+        self._teams.start_anew()
+        renewed = [GroupBooks(group, index, self._teams, owned) for index, group in enumerate(groups)]
+        self._plans_checked = False
         linked = [books.linked_state(self.state) for books in renewed]
         listed = {parameter for group in groups for parameter in group["params"]}
         for parameter in [parameter for parameter in self.state if parameter not in listed]:

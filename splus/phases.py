@@ -1,19 +1,24 @@
 """The phases of a step of a parameter group: directions, weights and averages, factors, refreshes."""
 
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from splus.averaging import update_averages
-from splus.books import Batch, GroupBooks, elementwise_batches, matrix_batches
+from splus.batches import Batch, bucket_batches, elementwise_batches, matrix_batches
+from splus.books import GroupBooks
+from splus.buckets import Bucket
 from splus.eigenbasis import Method
 from splus.gradients import follow_size
 from splus.plan import Slot
 from splus.precision import full_precision
 from splus.scaling import elementwise_step
+from splus.teams import local
 from splus.update import sign_from
 from splus.workspace import Workspace
 
@@ -25,12 +30,13 @@ class Prepared:
     """All that a step of a group needs memory for, ready before anything is changed.
 
     Args:
-        gradients, sizes: by position in the group; gradients in the parameter's shape and dtype.
+        gradients, sizes: by position in the group; gradients as this rank holds them.
 
     Attributes:
         states: of the parameters that have a gradient.
         weights: what the step updates, see :func:`_working_weights`.
-        rows, batches: what is stepped together, of the elementwise and of the whitened parameters.
+        rows, batches: what is stepped together, of the elementwise and of the whitened parameters that are not shared.
+        shared: the buckets that are, what moves their matrices, and batches of this rank's.
         exponents: of the whitened parameters that have begun their step, see :func:`~splus.gradients.follow_size`.
     """
 
@@ -47,12 +53,28 @@ class Prepared:
         self.weights = {position: _working_weights(books, position, of) for position, of in self.states.items()}
         self.rows = elementwise_batches(books, gradients)
         self.batches = matrix_batches(books, gradients)
+        self.shared = [
+            (bucket, exchange, bucket_batches(bucket, gradients))
+            for bucket, exchange in zip(books.buckets, books.exchanges)
+            if exchange is not None
+        ]
         self.exponents: dict[int, int] = {}
         self._counts = {position: of["step"] + 1 for position, of in self.states.items()}
         for rows in self.rows:
-            _like([_rows(self.states[position]["momentum"], chosen) for position, chosen in rows], workspace)
-        for batch in self.batches:
+            _like([_rows(local(self.states[position]["momentum"]), chosen) for position, chosen in rows], workspace)
+        for batch in chain(self.batches, *(batches for *_, batches in self.shared)):
             batch.bucket.reserve(batch.run, workspace)
+
+    @contextmanager
+    def written_back(self) -> Iterator[None]:
+        """What has been updated inside is in the parameters afterwards, whatever is raised."""
+        try:
+            yield
+        finally:
+            for position, updated in self.weights.items():
+                parameter = local(self.books.parameters[position])
+                if updated is not parameter:
+                    parameter.copy_(updated)
 
     def begin(self, position: int, betas: tuple[float, float]) -> None:
         """Count the step of a parameter, and follow the size of a whitened one, with the first of its batches."""
@@ -67,18 +89,15 @@ def step_group(group: Group, prepared: Prepared, workspace: Workspace) -> None:
     """Update the parameters of a group that have a gradient, and their factors, a batch at a time.
 
     Whatever is raised on the way, parameters of finished batches have taken the whole step, and those of batches that
-    were not begun none of it.
+    were not begun none of it. Matrices that ranks share are left to :func:`~splus.shared.step_shared`.
     """
-    parameters = prepared.books.parameters
-    try:
-        for rows in prepared.rows:
-            _step_elementwise(group, prepared, rows, workspace)
-        for batch in prepared.batches:
-            _step_matrices(group, prepared, batch, workspace)
-    finally:
-        for position, whole in prepared.weights.items():
-            if whole is not parameters[position]:
-                parameters[position].copy_(whole)
+    for rows in prepared.rows:
+        _step_elementwise(group, prepared, rows, workspace)
+    for batch in prepared.batches:
+        _step_matrices(group, prepared, batch, workspace)
+    for position in prepared.gradients:
+        if position not in prepared.books.layouts:
+            prepared.begin(position, group["betas"])  # also where this rank holds no rows
 
 
 def _step_elementwise(
@@ -91,7 +110,7 @@ def _step_elementwise(
     states = [prepared.states[position] for position, _ in rows]
     shape = prepared.books.parameters[rows[0][0]].shape  # the whole batch has rows of this length
     scale = elementwise_step(shape, group["elementwise_scale"], group["width_power"])
-    momenta = [_rows(of["momentum"], chosen) for of, (_, chosen) in zip(states, rows)]
+    momenta = [_rows(local(of["momentum"]), chosen) for of, (_, chosen) in zip(states, rows)]
     flat, updates = _like(momenta, workspace)
     torch._foreach_copy_(updates, [_rows(prepared.gradients[position], chosen) for position, chosen in rows])
     if group["maximize"]:
@@ -102,11 +121,11 @@ def _step_elementwise(
     torch._foreach_copy_(updates, momenta)
     # Decay never takes a denormal number to zero: rounding keeps it, and its sign would step for ever.
     sign_from(flat, torch.finfo(flat.dtype).tiny)
-    _apply(
+    apply_updates(
         group,
         scale,
         [_rows(prepared.weights[position], chosen) for position, chosen in rows],
-        [_rows(of["average"], chosen) for of, (_, chosen) in zip(states, rows)],
+        [_rows(local(of["average"]), chosen) for of, (_, chosen) in zip(states, rows)],
         updates,
         [of["step"] for of in states],
     )
@@ -114,37 +133,52 @@ def _step_elementwise(
 
 def _step_matrices(group: Group, prepared: Prepared, batch: Batch, workspace: Workspace) -> None:
     """Whitened matrices move by lr · 2/(m+n) · U; their gradients enter the factors."""
-    plan, parts = batch.bucket.plan, []
+    given = []
     for piece in batch.pieces:
         layout = prepared.books.layouts[piece.slot.parameter]
-        parts.append(layout.split(prepared.gradients[piece.slot.parameter], piece.slot.part)[piece.of_slot])
-    G = batch.bucket.scratch(batch.run, workspace)
-    torch.cat(parts, out=G)
-    sections = [len(part) for part in parts]
-    for piece, part in zip(batch.pieces, G.split(sections)):
-        prepared.begin(piece.slot.parameter, group["betas"])
-        if exponent := prepared.exponents[piece.slot.parameter]:
-            part.mul_(2.0**-exponent)
-    if group["maximize"]:
-        G.neg_()
-    batch.bucket.take_in(G, batch.run, group["betas"])
+        given.append(layout.split(prepared.gradients[piece.slot.parameter], piece.slot.part)[piece.of_slot])
+    G = batch_gradients(group, prepared, batch, given, workspace)
+    batch.bucket.take_in(G, batch.run, group["betas"][0])
+    batch.bucket.accumulate(G, batch.run, group["betas"][1])
     U = batch.bucket.direction(batch.run, group["eps"], workspace)
     targets: list[Tensor] = []
     averages: list[Tensor] = []
     updates: list[Tensor] = []
     steps: list[int] = []
-    for piece, part in zip(batch.pieces, U.split(sections)):
+    for piece, part in zip(batch.pieces, U.split(batch.sections)):
         position, where = piece.slot.parameter, (piece.slot.part, piece.of_slot)
         layout, of = prepared.books.layouts[position], prepared.states[position]
         targets += layout.places(prepared.weights[position], *where)
         averages += layout.places(of["average"], *where)
         updates += layout.fit_places(part, *where)
         steps += [of["step"]] * (len(updates) - len(steps))
-    scale = group["elementwise_scale"] if plan.scale is None else plan.scale
-    _apply(group, scale, targets, averages, updates, steps)
+    apply_updates(group, step_size(group, batch.bucket), targets, averages, updates, steps)
 
 
-def _apply(
+def batch_gradients(
+    group: Group, prepared: Prepared, batch: Batch, given: Sequence[Tensor], workspace: Workspace
+) -> Tensor:
+    """The gradients (b, m, n) of a batch as momentum and factors take them, in the workspace.
+
+    Args:
+        given: those of each piece (·, m, n).
+    """
+    G = batch.bucket.scratch(batch.run, workspace)
+    torch.cat(list(given), out=G)
+    for piece, part in zip(batch.pieces, G.split(batch.sections)):
+        prepared.begin(piece.slot.parameter, group["betas"])
+        if exponent := prepared.exponents[piece.slot.parameter]:
+            part.mul_(2.0**-exponent)
+    return G.neg_() if group["maximize"] else G
+
+
+def step_size(group: Group, bucket: Bucket) -> float:
+    """The scale of a bucket's updates, in units of the learning rate."""
+    scale: float = group["elementwise_scale"] if bucket.plan.scale is None else bucket.plan.scale
+    return scale
+
+
+def apply_updates(
     group: Group,
     scale: float,
     weights: list[Tensor],
@@ -163,7 +197,7 @@ def _apply(
 
 
 def refresh_bases(group: Group, books: GroupBooks, state: State, stepped: Collection[int]) -> None:
-    """Renew the bases that are due now, together for each bucket and method.
+    """Renew the bases that are due now, of the buckets that are not shared.
 
     Args:
         stepped: positions of the parameters that this step updated; the others' schedules stand still.
@@ -171,18 +205,24 @@ def refresh_bases(group: Group, books: GroupBooks, state: State, stepped: Collec
     Raises:
         RuntimeError: a matrix's decompositions failed too often in a row.
     """
+    for bucket, exchange in zip(books.buckets, books.exchanges):
+        if exchange is None:
+            refresh_bucket(group, books, bucket, state, stepped)
+
+
+def refresh_bucket(group: Group, books: GroupBooks, bucket: Bucket, state: State, stepped: Collection[int]) -> None:
+    """Renew the bases of a bucket that are due now, together for each method."""
     started = time.perf_counter()
     schedule, turns = books.refresh_plan(group)
-    for bucket in books.buckets:
-        due: dict[Method, list[Slot]] = {}
-        for slot in bucket.plan.slots:
-            step = state[books.parameters[slot.parameter]]["step"]
-            if slot.parameter in stepped and schedule.due(step, turns[slot.parameter]):
-                due.setdefault("eigh" if schedule.is_first(step) else group["refresh_method"], []).append(slot)
-        for method, slots in due.items():
-            failed = bucket.refresh([position for slot in slots for position in slot.matrices], method)
-            books.refreshes += sum(slot.count for slot in slots)
-            _report_failures(books, slots, failed)
+    due: dict[Method, list[Slot]] = {}
+    for slot in bucket.plan.slots:
+        step = state[books.parameters[slot.parameter]]["step"]
+        if slot.parameter in stepped and schedule.due(step, turns[slot.parameter]):
+            due.setdefault("eigh" if schedule.is_first(step) else group["refresh_method"], []).append(slot)
+    for method, slots in due.items():
+        failed = bucket.refresh([position for slot in slots for position in slot.matrices], method)
+        books.refreshes += sum(slot.count for slot in slots)
+        _report_failures(books, slots, failed)
     books.refresh_seconds += time.perf_counter() - started
 
 
@@ -203,9 +243,8 @@ def _report_failures(books: GroupBooks, refreshed: list[Slot], failed: set[int])
 
 def _working_weights(books: GroupBooks, position: int, state: Mapping[str, Any]) -> Tensor:
     """What the step updates: the parameter itself, or a copy in full precision or in the order of its matrices."""
-    parameter, layout = books.parameters[position], books.layouts.get(position)
-    weights = full_precision(parameter, state)
-    return weights.contiguous() if layout is not None and layout.divided else weights
+    weights = full_precision(books.parameters[position], state)
+    return weights.contiguous() if books.needs_order(position) else weights
 
 
 def _rows(tensor: Tensor, chosen: slice | None) -> Tensor:

@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from splus.matrices import MatrixLayout
+from splus.ownership import refresh_work
 
 # Entries of a batch: 16 MiB in fp32, which bounds a step's temporaries. A larger matrix is stepped alone. Batches of a
 # quarter of that made steps 5 to 10% slower on two cores, larger ones no faster.
@@ -24,12 +25,16 @@ BATCH_LIMIT = 2**22
 
 @dataclass(frozen=True)
 class Slot:
-    """``count`` matrices from ``start`` on in a bucket: part ``part`` of the group's parameter ``parameter``."""
+    """Matrices ``indices`` of part ``part`` of the group's parameter ``parameter``, from ``start`` on in a bucket."""
 
     parameter: int
     part: int
     start: int
-    count: int
+    indices: Sequence[int]
+
+    @property
+    def count(self) -> int:
+        return len(self.indices)
 
     @property
     def matrices(self) -> range:
@@ -53,7 +58,11 @@ class Piece:
 
 @dataclass(frozen=True)
 class BucketPlan:
-    """``size`` matrices of m×n, stepped and refreshed as one batch; ``scale`` as in :class:`~splus.matrices.Part`."""
+    """``size`` matrices of m×n, stepped and refreshed as one batch; ``scale`` as in :class:`~splus.matrices.Part`.
+
+    ``team`` is the number of the team whose ranks share the matrices, those of the slots being this rank's; None if
+    they are of this process alone.
+    """
 
     m: int
     n: int
@@ -62,6 +71,7 @@ class BucketPlan:
     scale: float | None
     dtype: torch.dtype
     device: torch.device
+    team: int | None
     slots: tuple[Slot, ...]
 
     @property
@@ -86,12 +96,18 @@ class BucketPlan:
 
 
 def plan_buckets(
-    layouts: Mapping[int, MatrixLayout], dtypes: Mapping[int, torch.dtype], devices: Mapping[int, torch.device]
+    layouts: Mapping[int, MatrixLayout],
+    dtypes: Mapping[int, torch.dtype],
+    devices: Mapping[int, torch.device],
+    teams: Mapping[int, int],
+    owned: Mapping[tuple[int, int], Sequence[int]],
 ) -> list[BucketPlan]:
     """Collect the parts of a group's parameters (by their position in the group) that can be one batch.
 
     Args:
         layouts, dtypes, devices: of the parameters that are whitened; the dtype is that of their state.
+        teams: numbers of the teams that share the work of a parameter, where there is one.
+        owned: by parameter and part, the matrices that are this rank's; those that are missing here are all its own.
     """
     buckets: dict[BucketPlan, list[Slot]] = {}
     for parameter, layout in layouts.items():
@@ -104,11 +120,13 @@ def plan_buckets(
                 scale=part.scale,
                 dtype=dtypes[parameter],
                 device=devices[parameter],
+                team=teams.get(parameter),
                 slots=(),
             )
             slots = buckets.setdefault(kind, [])
             start = slots[-1].start + slots[-1].count if slots else 0
-            slots.append(Slot(parameter, index, start, layout.count(part)))
+            indices = owned.get((parameter, index), range(layout.count(part)))
+            slots.append(Slot(parameter, index, start, indices))
     return [replace(kind, slots=tuple(slots)) for kind, slots in buckets.items()]
 
 
@@ -183,6 +201,4 @@ def refresh_turns(layouts: Mapping[int, MatrixLayout], period: int, spread: bool
 
 
 def _refresh_work(layout: MatrixLayout) -> int:
-    return sum(
-        layout.count(part) * (part.rotate_left * part.m**3 + part.rotate_right * part.n**3) for part in layout.parts
-    )
+    return sum(layout.count(part) * refresh_work(part) for part in layout.parts)

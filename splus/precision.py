@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from splus.teams import local
+
 LOW_PRECISION = (torch.bfloat16, torch.float16)
 
 
@@ -16,13 +18,15 @@ def state_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def full_precision(parameter: Tensor, state: Mapping[str, Any]) -> Tensor:
-    """The weights being trained: the parameter itself, or the fp32 copy ``state["weights"]`` of a low-precision one.
+    """The weights being trained, as this rank holds them: the parameter itself, or the fp32 copy ``state["weights"]``
+    of a low-precision one.
 
     Entries of the parameter that are no longer the rounded copy were set by someone else since, and win.
     """
+    parameter = local(parameter)
     if parameter.dtype not in LOW_PRECISION:
         return parameter
-    weights: Tensor = state["weights"]
+    weights = local(state["weights"])
     return torch.where(weights.to(parameter.dtype) == parameter, weights, parameter.to(weights.dtype), out=weights)
 
 

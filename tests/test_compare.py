@@ -230,7 +230,7 @@ def weights_of_runs(output: Path) -> dict[str, str]:
 
 def kill_in_the_middle_of_a_run(process: subprocess.Popen[str], output: Path) -> None:
     deadline = time.monotonic() + 60
-    while not list(output.glob("cells/*/checkpoint.pt")):
+    while not list(output.glob("cells/*/checkpoint-*[0-9]")):
         assert process.poll() is None, process.communicate()[0]
         assert time.monotonic() < deadline, "no run has written a checkpoint within a minute"
         time.sleep(0.002)
@@ -266,9 +266,7 @@ def test_the_smoke_comparison_and_one_killed_and_resumed_give_the_same_table(tmp
         ("rates=0", "rates=0 given; at least 1"),
         ("workers=0", "workers=0 given; at least 1"),
         ("objectives=[chess]", "objectives=.* given; choose among"),
-        ("+start.diffusion.adam=-1", "start.diffusion.adam=-1.0 given; a positive rate"),
-        ("+start.difusion.adam=1", "start.difusion.adam given; start.<diffusion"),
-        ("+start.diffusion.adams=1", "start.diffusion.adams given; start.<diffusion"),
+        ("start.diffusion.adam=-1", "start.diffusion.adam=-1.0 given; a positive rate"),
     ],
 )
 def test_settings_that_make_no_sense_are_refused_before_anything_runs(

@@ -61,5 +61,6 @@ def test_heads_keep_their_size_when_the_width_grows():
 def test_hash_stands_for_the_training_and_not_for_where_it_is_kept():
     base = config_hash(configuration())
     assert base == config_hash(configuration("directory=elsewhere", "wandb.mode=offline", "keep_checkpoint=true"))
+    assert base == config_hash(configuration("parallel=hsdp", "parallel.shard_size=4"))
     assert base != config_hash(configuration("seed=1"))
     assert base != config_hash(configuration("optimizer.lr=0.3"))

@@ -560,11 +560,16 @@ def test_sparse_gradients(sparse_first: bool) -> None:
 
 
 @pytest.mark.parametrize(
-    ("dtype", "message"), [(torch.complex64, "complex.*view_as_complex"), (torch.int64, "int64.*floating-point")]
+    ("options", "message"),
+    [
+        ({"dtype": torch.complex64}, "complex.*view_as_complex"),
+        ({"dtype": torch.int64}, "int64.*floating-point"),
+        ({"device": "meta"}, "meta.*Materialize"),
+    ],
 )
-def test_parameters_of_other_kinds(dtype: torch.dtype, message: str) -> None:
-    """Complex and integer parameters are refused when the optimizer is made, by name where there is one."""
-    odd = torch.zeros(3, 3, dtype=dtype)
+def test_parameters_of_other_kinds(options: dict[str, Any], message: str) -> None:
+    """Complex, integer and empty parameters are refused when the optimizer is made, by name where there is one."""
+    odd = torch.zeros(3, 3, **options)
     with pytest.raises(ValueError, match=message):
         SPlus([nn.Parameter(torch.zeros(2)), odd])
     with pytest.raises(ValueError, match=f"'phase'.*{message}"):

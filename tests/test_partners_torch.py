@@ -206,10 +206,11 @@ def test_vector_that_is_left_over_is_no_partition(taken_out: str) -> None:
 
 @pytest.mark.usefixtures("one_process")
 @pytest.mark.filterwarnings("ignore:FSDP")
-def test_flat_parameters_of_fsdp_are_refused() -> None:
-    """The first FSDP, without the original parameters, has flat ones alone."""
-    model = FullyShardedDataParallel(network(), device_id=torch.device("cpu"))
-    with pytest.raises(ValueError, match=r"57 entries.*fully_shard"):
+@pytest.mark.parametrize(("original", "entries"), [(False, 57), (True, 40)])
+def test_flat_parameters_of_fsdp_are_refused(original: bool, entries: int) -> None:
+    """The first FSDP has flat parameters; on several ranks the original ones are flat pieces of them."""
+    model = FullyShardedDataParallel(network(), device_id=torch.device("cpu"), use_orig_params=original)
+    with pytest.raises(ValueError, match=rf"{entries} entries.*fully_shard"):
         SPlus(model.parameters())
 
 

@@ -9,11 +9,11 @@ from benchmarks.soak import Health, live_tensors, network, optimizer_of, soak
 
 @pytest.fixture(scope="module", params=[torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 def lines(request: pytest.FixtureRequest) -> list[Health]:
-    return list(soak(1000, 200, request.param))
+    return list(soak(600, 200, request.param))
 
 
 def test_memory_does_not_grow(lines: list[Health]) -> None:
-    """As many tensors and bytes late as early, through 100 swaps and 10 files."""
+    """As many tensors and bytes late as early, through 60 swaps and 6 files."""
     assert len({(of.tensors, of.live_bytes, of.state_bytes) for of in lines}) == 1
 
 

@@ -10,7 +10,7 @@ import torch
 from reference import Reference, draws, drive
 from torch import Tensor, nn
 
-import splus.books
+import splus.batches
 import splus.plan
 import splus.update
 from splus import SPlus
@@ -56,7 +56,7 @@ def test_size_of_batches_does_not_matter(
 ) -> None:
     """However many matrices, rows or parameters are stepped together, every number is the same to rounding."""
     expected = trained()
-    for module in (splus.plan, splus.books):
+    for module in (splus.plan, splus.batches):
         monkeypatch.setattr(module, "BATCH_LIMIT", limit)
     torch.testing.assert_close(trained(memory_format), expected, rtol=0, atol=1e-12)
 
@@ -67,7 +67,8 @@ def test_runs_cover_the_slots_in_order_within_the_limit(monkeypatch: pytest.Monk
     layouts = {
         i: matrix_layout(shape, stacked=True, max_side=9) for i, shape in enumerate([(4, 2, 3), (2, 3), (5, 2, 3)])
     }
-    (plan,) = plan_buckets(layouts, dict.fromkeys(layouts, DOUBLE), dict.fromkeys(layouts, torch.device("cpu")))
+    cpu = dict.fromkeys(layouts, torch.device("cpu"))
+    (plan,) = plan_buckets(layouts, dict.fromkeys(layouts, DOUBLE), cpu, teams={}, owned={})
     for chosen in ([0], [1], [0, 1], [0, 2], [0, 1, 2]):
         slots = [slot for slot in plan.slots if slot.parameter in chosen]
         runs = plan.runs(slots)

@@ -22,6 +22,7 @@ from train import checkpoint
 from train.loop import run
 from train.objectives import Objective
 from train.optimizers import build_optimizer
+from train.parallel import Ranks
 from train.schedules import constant, linear_decay
 from train.trainer import Averages, Trainer, generator
 
@@ -99,7 +100,7 @@ run(OmegaConf.load({str(tmp_path / "config.yaml")!r}), pathlib.Path({str(killed)
 """
     assert python("-c", script).returncode == -signal.SIGKILL
     assert len(lines(killed, "train")) == KILLED_IN
-    assert torch.load(killed / "checkpoint.pt", weights_only=True)["step"] == LAST_CHECKPOINT
+    assert checkpoint.newest(killed) == killed / f"checkpoint-{LAST_CHECKPOINT}"
     run(config, whole, progress=False)
     run(config, killed, progress=False)
     assert_same_run(killed, whole)
@@ -115,13 +116,15 @@ def test_a_signal_leaves_a_checkpoint_that_continues_bit_for_bit(tmp_path, monke
         return backward(self, batch)
 
     backward = Trainer.backward
+    if signal.getsignal(number) == signal.SIG_IGN:  # as whoever starts the tests in the background may have it
+        signal.signal(number, signal.SIG_DFL)
     with monkeypatch.context() as patch:
         patch.setattr(Trainer, "backward", interrupted)
         with pytest.raises(SystemExit) as stopped:
             run(config, tmp_path / "stopped", progress=False)
     assert stopped.value.code == 128 + number
     assert f"Stopped at step {KILLED_IN}; the same command continues from" in capsys.readouterr().err
-    assert torch.load(tmp_path / "stopped" / "checkpoint.pt", weights_only=True)["step"] == KILLED_IN
+    assert checkpoint.newest(tmp_path / "stopped") == tmp_path / "stopped" / f"checkpoint-{KILLED_IN}"
     assert signal.getsignal(number) in (signal.SIG_DFL, signal.default_int_handler)
     run(config, tmp_path / "stopped", progress=False)
     run(config, tmp_path / "whole", progress=False)
@@ -136,37 +139,50 @@ def test_half_a_line_and_a_half_written_checkpoint_do_no_harm(tmp_path, monkeypa
             run(config, tmp_path / "cut", progress=False)
     with (tmp_path / "cut" / "metrics.jsonl").open("a") as metrics:
         metrics.write('{"kind": "tra')
-    (tmp_path / "cut" / "checkpoint.pt.new").write_bytes(b"half")
+    (tmp_path / "cut" / "checkpoint-8.new").mkdir()
+    (tmp_path / "cut" / "checkpoint-8.new" / "__0_0.distcp").write_bytes(b"half")
     run(config, tmp_path / "cut", progress=False)
     run(config, tmp_path / "whole", progress=False)
     assert_same_run(tmp_path / "cut", tmp_path / "whole")
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
-@pytest.mark.parametrize("call", ["fsync", "replace"])
-def test_a_process_that_dies_while_it_saves_leaves_the_checkpoint_before(tmp_path, number, call):
-    path = tmp_path / "checkpoint.pt"
-    checkpoint.save({"step": 1, "weights": torch.zeros(1000)}, path)
+@pytest.mark.parametrize(
+    ("call", "times", "left"), [("os.fsync", 1, 1), ("os.rename", 2, 1), ("train.checkpoint.shutil.rmtree", 1, 2)]
+)
+def test_a_process_that_dies_while_it_saves_leaves_the_checkpoint_before(tmp_path, number, call, times, left):
+    """Or the new one, if that has its name already: there is a whole one at all times."""
+    checkpoint.save({"step": 1, "weights": torch.zeros(1000)}, tmp_path, 1, Ranks())
     script = f"""
-import os, pathlib, torch
-from train import checkpoint
+import os, pathlib, torch, train.checkpoint
+from train.parallel import Ranks
 
-os.{call} = lambda *_: os.kill(os.getpid(), {int(number)})
-checkpoint.save({{"step": 2, "weights": torch.ones(1000)}}, pathlib.Path({str(path)!r}))
+def dies(*arguments, call={call}, calls=[]):
+    calls.append(call(*arguments) if len(calls) + 1 < {times} else os.kill(os.getpid(), {int(number)}))
+
+{call} = dies
+train.checkpoint.save({{"step": 2, "weights": torch.ones(1000)}}, pathlib.Path({str(tmp_path)!r}), 2, Ranks())
 """
     assert python("-c", script).returncode == -number
-    assert (tmp_path / "checkpoint.pt.new").exists()
-    assert checkpoint.load(path)["step"] == 1
+    assert (tmp_path / "checkpoint-1").exists()
+    assert (tmp_path / "checkpoint-2.new").exists() == (left == 1)
+    path = checkpoint.newest(tmp_path)
+    assert path is not None
+    assert checkpoint.load({"step": 0, "weights": torch.zeros(1000)}, path)["step"] == left
 
 
-@pytest.mark.parametrize("kept", [0, 10, 0.5, 0.99])
-def test_half_a_checkpoint_is_refused_by_name(tmp_path, kept):
-    path = tmp_path / "checkpoint.pt"
-    checkpoint.save({"weights": torch.zeros(1000)}, path)
-    whole = path.read_bytes()
-    path.write_bytes(whole[: kept if isinstance(kept, int) else int(kept * len(whole))])
-    with pytest.raises(ValueError, match=r"checkpoint\.pt is no whole checkpoint .*; delete it to start this run anew"):
-        checkpoint.load(path)
+@pytest.mark.parametrize("kept", [0, 10, 0.5, 0.99, None])
+@pytest.mark.parametrize("name", [".metadata", "__0_0.distcp"])
+def test_half_a_checkpoint_is_refused_by_name(tmp_path, name, kept):
+    checkpoint.save({"step": 1, "weights": torch.zeros(1000)}, tmp_path, 1, Ranks())
+    file = tmp_path / "checkpoint-1" / name
+    whole = file.read_bytes()
+    if kept is None:
+        file.unlink()
+    else:
+        file.write_bytes(whole[: kept if isinstance(kept, int) else int(kept * len(whole))])
+    with pytest.raises(ValueError, match=r"checkpoint-1 is no whole checkpoint .*; delete it to start this run anew"):
+        checkpoint.load({"step": 0, "weights": torch.zeros(1000)}, tmp_path / "checkpoint-1")
 
 
 def raise_after_checkpoint(trainer: Trainer, record) -> None:
@@ -232,16 +248,16 @@ def test_keep_checkpoint_leaves_the_final_state(tmp_path):
     config = smoke("language_modelling", "splus", "keep_checkpoint=true")
     result = run(config, tmp_path, progress=False)
     trainer = Trainer(config)
-    trainer.load_state_dict(torch.load(tmp_path / "checkpoint.pt", weights_only=True))
+    assert trainer.resume(tmp_path)
     assert (trainer.step, trainer.hash()) == (STEPS, result["hash"])
 
 
 def test_evaluation_is_off_the_clock_and_one_average_is_on_that_of_ema(tmp_path, monkeypatch):
-    def slow(self: Objective, model: nn.Module) -> dict[str, float]:
+    def slow(self: Objective, model: nn.Module, ranks: Ranks) -> dict[str, float]:
         time.sleep(0.2)
         return {"loss": 1.0}
 
-    def slower_update(self: Averages, model: nn.Module) -> None:
+    def slower_update(self: Averages, step: int) -> None:
         with self.clock:
             time.sleep(0.04)
 
@@ -263,9 +279,9 @@ def test_harness_averages_are_bias_corrected_exponential_averages(decay):
     accumulated = torch.zeros_like(model.weight)
     for step in range(1, 8):
         nn.init.normal_(model.weight, generator=Generator().manual_seed(step))
-        averages.update(model)
+        averages.update(step)
         accumulated = decay * accumulated + (1 - decay) * model.weight.detach()
-        torch.testing.assert_close(averages.models[decay].module.weight, accumulated / (1 - decay**step))
+        torch.testing.assert_close(averages.of[decay]["weight"], accumulated / (1 - decay**step))
     assert averaging_weight(decay, 1) == pytest.approx(1)
 
 
@@ -280,9 +296,9 @@ def test_micro_batches_have_the_gradient_of_the_whole():
 
 def test_evaluation_is_the_mean_over_the_held_out_set(monkeypatch):
     trainer = Trainer(smoke("image_classification"))
-    whole = trainer.objective.evaluate(trainer.model)
+    whole = trainer.measures()
     monkeypatch.setattr("train.objectives.EVALUATION_BATCH", 5)  # 32 = 6 · 5 + 2
-    assert trainer.objective.evaluate(trainer.model) == pytest.approx(whole)
+    assert trainer.measures() == pytest.approx(whole)
 
 
 def test_flow_matching_sampler_follows_an_exact_velocity():

@@ -215,8 +215,6 @@ def test_every_run_of_a_preset_has_a_configuration(preset: str) -> None:
     """The settings of each of its optimizers fit its training."""
     with initialize_config_dir(str(ROOT / "conf" / "transfer"), version_base="1.3"):
         transfer = transfer_from(compose("lr_transfer", overrides=[f"preset={preset}"]))
-    cells = transfer.wanted({})
-    assert {tuple(cell.group.split("/")[:2]) for cell in cells} == {
-        (s.objective, s.optimizer) for s in transfer.studies
-    }
-    assert all(cell.config.optimizer for cell in cells)
+    cells = {tuple(cell.group.split("/")[:2]): cell for cell in transfer.wanted({})}
+    assert set(cells) == {(study.objective, study.optimizer) for study in transfer.studies}
+    assert all(cell.config.optimizer for cell in cells.values())

@@ -1,9 +1,11 @@
 """python -m train objective=language_modelling optimizer=splus preset=quick [any.setting=value ...]
 
 Trains one configuration of conf/ and prints what it reaches. The same command continues a run that was stopped.
+On several processes: torchrun --nproc-per-node=2 -m train parallel=ddp …
 """
 
 from pathlib import Path
+from typing import Any
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
@@ -11,6 +13,7 @@ from omegaconf import DictConfig
 
 from train.config import config_hash
 from train.loop import run
+from train.parallel import Ranks, joined
 
 
 @hydra.main(config_path="../conf", config_name="config", version_base="1.3")
@@ -19,8 +22,16 @@ def main(config: DictConfig) -> None:
         choices = HydraConfig.get().runtime.choices
         config.directory = f"runs/{choices['objective']}-{choices['optimizer']}-{config_hash(config)}"
     directory = Path(config.directory)
-    print(f"{config.steps} steps into {directory} ({config.preset.expected})")
-    result = run(config, directory)
+    with joined(config.parallel):
+        first = Ranks.of(config).first
+        if first:
+            print(f"{config.steps} steps into {directory} ({config.preset.expected})")
+        result = run(config, directory)
+    if first:
+        report(result, directory)
+
+
+def report(result: dict[str, Any], directory: Path) -> None:
     print(f"{result['status']} at step {result['step']} of {result['steps']}: {result['seconds']:.1f} s of training")
     for weights, measures in result["final"].items():
         print(f"  {weights:10}", "  ".join(f"{name} {value:.4f}" for name, value in measures.items()))

@@ -7,8 +7,8 @@ from typing import Any
 from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 
-# Where a run is kept and watched, which changes nothing in it.
-OUTSIDE = ("directory", "keep_checkpoint", "checkpoint_every", "wandb")
+# Where a run is kept and watched and what it runs on, which change nothing in it.
+OUTSIDE = ("directory", "keep_checkpoint", "checkpoint_every", "wandb", "parallel")
 
 
 def averaging_decay(steps: int) -> float:

@@ -10,12 +10,14 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from omegaconf import DictConfig, OmegaConf
 from tqdm import tqdm
 
 from train import checkpoint
 from train.config import training_config
-from train.record import Record
+from train.parallel import Ranks
+from train.record import Record, Silence
 from train.trainer import Trainer
 
 # A loss this many times the first one has left the scale of the problem for good. The three objectives start within a
@@ -27,32 +29,27 @@ def run(config: DictConfig, directory: Path, progress: bool = True) -> dict[str,
     """Train ``config`` in ``directory``, resuming from its checkpoint if there is one; the content of result.json.
 
     A run that has ended is not run again. A diverged one has ended: its "final" is empty. SIGTERM and Ctrl-C write a
-    checkpoint and raise SystemExit.
+    checkpoint and raise SystemExit. If several processes train together all of them call this, with a directory that
+    all of them see; the first one writes, but for its checkpoints.
 
     Raises:
         ValueError: ``directory`` holds a run of another configuration.
     """
     directory = Path(directory)
-    result_path = directory / "result.json"
-    claim(directory, config)
-    if result_path.exists():
-        finished: dict[str, Any] = json.loads(result_path.read_text())
+    ranks = Ranks.of(config)
+    finished: dict[str, Any] | None = ranks.on_first(claim, directory, config)
+    if finished is not None:
         return finished
     trainer = Trainer(config)
-    state = checkpoint.load(directory / "checkpoint.pt")
-    if state is not None:
-        trainer.load_state_dict(state)
-    with Record(directory, config, trainer.step if state else None) as record:
-        status = train(trainer, record, directory, progress)
-        result = summary(trainer, record, status)
-    if status == "finished":
-        with trainer.averaged_weights():
-            trainer.objective.illustrate(trainer.model, directory)
+    resumed = trainer.resume(directory)
+    record = Record(directory, config, trainer.step if resumed else None) if ranks.first else Silence()
+    with record:
+        status = train(trainer, record, directory, progress and ranks.first)
+        result: dict[str, Any] = ranks.from_first(summary(trainer, record, status))
+    picture = trainer.picture() if status == "finished" else None
     if config.keep_checkpoint:
-        checkpoint.save(trainer.state_dict(), directory / "checkpoint.pt")
-    checkpoint.write_text(json.dumps(result, indent=2) + "\n", result_path)
-    if not config.keep_checkpoint:
-        (directory / "checkpoint.pt").unlink(missing_ok=True)
+        trainer.save(directory)
+    ranks.on_first(finish, directory, result, picture, config.keep_checkpoint)
     return result
 
 
@@ -72,12 +69,15 @@ def train(trainer: Trainer, record: Record, directory: Path, progress: bool) -> 
                 return "diverged"
             if trainer.step % config.evaluate_every == 0 or trainer.step == config.steps:
                 evaluate(trainer, record)
-            if stop or trainer.step % config.checkpoint_every == 0:
-                checkpoint.save(trainer.state_dict(), directory / "checkpoint.pt")
-            if stop:
+            number = trainer.ranks.largest(stop[0] if stop else 0)  # the signal that any of them has received
+            if number or trainer.step % config.checkpoint_every == 0:
+                trainer.save(directory)
+            if number:
                 bar.close()
-                print(f"Stopped at step {trainer.step}; the same command continues from {directory}", file=sys.stderr)
-                raise SystemExit(128 + stop[0])
+                if trainer.ranks.first:
+                    told = f"Stopped at step {trainer.step}; the same command continues from {directory}"
+                    print(told, file=sys.stderr)
+                raise SystemExit(128 + number)
     return "finished"
 
 
@@ -103,9 +103,9 @@ def summary(trainer: Trainer, record: Record, status: str) -> dict[str, Any]:
     }
 
 
-def claim(directory: Path, config: DictConfig) -> None:
-    """Write config.yaml, or check that the one there is of the same training."""
-    path = directory / "config.yaml"
+def claim(directory: Path, config: DictConfig) -> dict[str, Any] | None:
+    """Write config.yaml, or check that the one there is of the same training; its result if it has ended."""
+    path, result = directory / "config.yaml", directory / "result.json"
     if path.exists():
         here, given = training_config(OmegaConf.load(path)), training_config(config)  # type: ignore[arg-type]
         differing = sorted(key for key in here | given if here.get(key) != given.get(key))
@@ -116,6 +116,18 @@ def claim(directory: Path, config: DictConfig) -> None:
             )
     directory.mkdir(parents=True, exist_ok=True)
     checkpoint.write_text(OmegaConf.to_yaml(config, resolve=True), path)
+    return json.loads(result.read_text()) if result.exists() else None
+
+
+def finish(directory: Path, result: dict[str, Any], picture: np.ndarray | None, keep_checkpoint: bool) -> None:
+    """Leave what there is to see, then the result, and no checkpoint unless it is to be kept."""
+    if picture is not None:
+        from matplotlib.image import imsave
+
+        imsave(directory / "samples.png", picture, cmap="gray", vmin=0, vmax=1)
+    checkpoint.write_text(json.dumps(result, indent=2) + "\n", directory / "result.json")
+    if not keep_checkpoint:
+        checkpoint.remove(directory)
 
 
 @contextmanager

@@ -1,9 +1,9 @@
 """The three objectives: a loss to train, measures on a fixed held-out set, and what there is to see at the end."""
 
 import math
-from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from einops import rearrange, repeat
@@ -11,6 +11,7 @@ from torch import Generator, Tensor, nn
 
 from train.data.images import Images
 from train.data.text import Text
+from train.parallel import Ranks
 
 EVALUATION_BATCH = 256
 LABEL_DROPOUT = 0.1  # DiT and the paper's experiments
@@ -44,17 +45,26 @@ class Objective:
         return self.losses(model, *batch)["loss"]
 
     @torch.no_grad()
-    def evaluate(self, model: nn.Module) -> dict[str, float]:
-        """Means over the held-out set."""
-        totals: dict[str, float] = {}
-        for start in range(0, len(self.held_out[0]), EVALUATION_BATCH):
-            batch = [tensor[start : start + EVALUATION_BATCH] for tensor in self.held_out]
-            for name, value in self.losses(model, *batch).items():
-                totals[name] = totals.get(name, 0.0) + float(value) * len(batch[0])
-        return {name: total / len(self.held_out[0]) for name, total in totals.items()}
+    def evaluate(self, model: nn.Module, ranks: Ranks) -> dict[str, float]:
+        """Means over the held-out set, of which each rank measures every n-th example.
 
-    def illustrate(self, model: nn.Module, directory: Path) -> None:
-        """Leave in ``directory`` what is to be seen of a trained model: nothing, unless there is something."""
+        Where some have one less, they measure another instead, that does not count: all go through a model that is
+        spread over them as often.
+        """
+        examples = len(self.held_out[0])
+        mine = torch.arange(ranks.rank, examples, ranks.number)
+        totals: dict[str, float] = {}
+        for start in range(0, -(-examples // ranks.number), EVALUATION_BATCH):
+            rows = mine[start : start + EVALUATION_BATCH]
+            chosen = (rows if len(rows) else mine.new_zeros(1)).to(self.device)
+            for name, value in self.losses(model, *(tensor[chosen] for tensor in self.held_out)).items():
+                totals[name] = totals.get(name, 0.0) + float(value) * len(rows)
+        sums = ranks.sums(list(totals.values()))
+        return {name: total / examples for name, total in zip(totals, sums)}
+
+    def picture(self, model: nn.Module) -> np.ndarray | None:
+        """What is to be seen of a trained model, a grey image; None if there is nothing."""
+        return None
 
     def to_device(self, batch: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         return tuple(tensor.to(self.device) for tensor in batch)
@@ -134,13 +144,11 @@ class Diffusion(Objective):
             x = x + model(x, times, labels) / SAMPLING_STEPS
         return x.clamp(-1, 1)
 
-    def illustrate(self, model: nn.Module, directory: Path) -> None:
-        """``samples.png``: a row of samples for each label."""
-        from matplotlib.image import imsave
-
+    def picture(self, model: nn.Module) -> np.ndarray | None:
+        """A row of samples for each label."""
         classes = self.data.sizes["classes"]
         labels = torch.arange(classes, device=self.device).repeat_interleave(SAMPLES_PER_LABEL)
         images = (self.sample(model, labels) + 1) / 2  # (B, C, Y, X) in [0, 1]
         images = repeat(images, "b c y x -> b c (y 2) (x 2)")  # larger, to be looked at
-        grid = rearrange(images, "(r n) c y x -> (r y) (n x) c", r=classes).cpu().squeeze(-1)
-        imsave(directory / "samples.png", grid.numpy(), cmap="gray", vmin=0, vmax=1)
+        grid: np.ndarray = rearrange(images, "(r n) c y x -> (r y) (n x) c", r=classes).cpu().squeeze(-1).numpy()
+        return grid

@@ -6,12 +6,14 @@ from contextlib import contextmanager
 from typing import Any, overload
 
 import torch
+from hydra.utils import get_class
 from omegaconf import DictConfig, OmegaConf
 from torch import nn
+from torch.distributed import ProcessGroup
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.optim import AdamW, Muon, Optimizer
 
-from splus import param_groups
+from splus import SPlus, param_groups
 from train.config import build
 
 
@@ -19,11 +21,12 @@ from train.config import build
 NOT_ARGUMENTS = ("groups", "sweep")
 
 
-def build_optimizer(config: DictConfig, model: nn.Module) -> Optimizer:
+def build_optimizer(config: DictConfig, model: nn.Module, process_group: ProcessGroup | None = None) -> Optimizer:
     """The optimizer of ``config._target_`` on ``model``: weight matrices decay, all other parameters do not.
 
-    ``config.groups`` has further options of the groups by their names, such as ``{"head": {"lr": 0.1}}``. An optimizer
-    that has modes is in the one for training.
+    ``config.groups`` has further options of the groups by their names, such as ``{"head": {"lr": 0.1}}``. An SPlus
+    shares its work among the ranks of ``process_group``, which all hold the model. An optimizer that has modes is in
+    the one for training.
 
     Raises:
         ValueError: options for a group that the model does not have.
@@ -31,6 +34,8 @@ def build_optimizer(config: DictConfig, model: nn.Module) -> Optimizer:
     groups = param_groups(model, weight_decay=config.weight_decay, split=getattr(model, "fused", None))
     add_options(groups, config.get("groups", {}))
     settings: dict[str, Any] = {}
+    if process_group is not None and issubclass(get_class(config._target_), SPlus):
+        settings["process_group"] = process_group
     if "betas" in config:  # a list in YAML, a pair of floats for torch
         settings["betas"] = tuple(float(beta) for beta in config.betas)
     optimizer: Optimizer = build(arguments(config), groups, **settings)

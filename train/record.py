@@ -61,6 +61,22 @@ class Record:
             self.wandb.finish(exit_code=0 if kind is None else 1)
 
 
+class Silence(Record):
+    """The record of the ranks that leave the writing to the first."""
+
+    def __init__(self) -> None:
+        self.wandb = None
+
+    def write(self, line: dict[str, Any]) -> None:
+        pass
+
+    def lines(self) -> list[dict[str, Any]]:
+        return []
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+
 def start_wandb(directory: Path, config: DictConfig) -> Any:
     import wandb
 

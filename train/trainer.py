@@ -1,22 +1,27 @@
 """One training in progress: everything that a step changes and a checkpoint keeps."""
 
 import hashlib
+import json
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from omegaconf import DictConfig
 from torch import Generator, Tensor
 from torch.optim.lr_scheduler import LambdaLR
-from torch.optim.swa_utils import AveragedModel
 
 from splus.averaging import averaging_weight
+from splus.owned import full
+from splus.teams import local
 from train import checkpoint
 from train.config import build
 from train.objectives import Objective
 from train.optimizers import build_optimizer, graph_of_gradients
+from train.parallel import Ranks, local_device, spread
 
 
 def generator(*position: object) -> Generator:
@@ -45,48 +50,70 @@ class Clock:
 
 
 class Averages:
-    """Bias-corrected averages of a model's weights, for optimizers without their own: one per decay, off the clock."""
+    """Bias-corrected averages of a model's weights, for optimizers without their own: one per decay, off the clock.
+
+    Attributes:
+        of: for each decay, the averages by the names of the weights, spread over ranks as they are.
+    """
 
     def __init__(self, model: torch.nn.Module, decays: list[float], device: torch.device) -> None:
-        self.models = {decay: AveragedModel(model, multi_avg_fn=lerp_towards(decay)) for decay in decays}
+        self.weights = dict(model.named_parameters())
+        self.of = {decay: {name: w.detach().clone() for name, w in self.weights.items()} for decay in decays}
         self.clock = Clock(device)
 
-    def update(self, model: torch.nn.Module) -> None:
+    @torch.no_grad()
+    def update(self, step: int) -> None:
+        """Take in the weights after ``step`` steps."""
         with self.clock:
-            for averaged in self.models.values():
-                averaged.update_parameters(model)
+            for decay, averages in self.of.items():
+                pairs = self._pairs(averages)
+                torch._foreach_lerp_([a for _, a in pairs], [w for w, _ in pairs], averaging_weight(decay, step))
+
+    @contextmanager
+    def in_model(self, decay: float) -> Iterator[None]:
+        """An average in the model inside, the weights themselves, bit for bit, outside."""
+        self._exchange(decay)
+        try:
+            yield
+        finally:
+            self._exchange(decay)
+
+    @torch.no_grad()
+    def _exchange(self, decay: float) -> None:
+        for weight, average in self._pairs(self.of[decay]):
+            held = weight.clone()
+            weight.copy_(average)
+            average.copy_(held)
+
+    def _pairs(self, averages: dict[str, Tensor]) -> list[tuple[Tensor, Tensor]]:
+        """What this rank holds of weights and averages."""
+        return [(local(weight), local(averages[name])) for name, weight in self.weights.items()]
 
     @property
     def seconds_each(self) -> float:
         """What keeping one of the averages has cost so far."""
-        return self.clock.seconds / max(1, len(self.models))
-
-
-def lerp_towards(decay: float) -> Any:
-    """The update of a bias-corrected average for AveragedModel, which has itself copied the weights of step 1."""
-
-    def update(averages: list[Tensor], weights: list[Tensor], updates_before: Tensor | int) -> None:
-        torch._foreach_lerp_(averages, weights, averaging_weight(decay, int(updates_before) + 1))
-
-    return update
+        return self.clock.seconds / max(1, len(self.of))
 
 
 class Trainer:
     """Model, optimizer, schedule and averages of one configuration, at some step.
 
     Initialisation and data depend on ``config.seed`` alone. Step s (from 0) trains on the batch of generator
-    (seed, "batch", s), so that the step is the whole position in the data.
+    (seed, "batch", s), so that the step is the whole position in the data. Every rank draws the whole batch and takes
+    its rows, so that the numbers of an example are those of one process.
     """
 
     def __init__(self, config: DictConfig) -> None:
         self.config = config
-        self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        self.ranks = Ranks.of(config)
+        self.device = local_device()
         torch.manual_seed(config.seed)  # for optimizers that draw numbers; the harness has generators of its own
         data = build(config.data)
         self.objective: Objective = build(config.objective, data, config.validation_examples, self.device)
         self.model: torch.nn.Module = build(config.model, **data.sizes, generator=generator(config.seed, "weights"))
         self.model.to(self.device)
-        self.optimizer = build_optimizer(config.optimizer, self.model)
+        self.spread = spread(self.model, config.parallel, self.device)
+        self.optimizer = build_optimizer(config.optimizer, self.model, self.spread.process_group)
         self.scheduler = LambdaLR(self.optimizer, build(config.schedule))
         self.has_own_averages = hasattr(self.optimizer, "eval")
         decays = [] if self.has_own_averages else list(config.averaging_decays)
@@ -104,32 +131,47 @@ class Trainer:
             self.optimizer.step()
             self.optimizer.zero_grad()
             self.scheduler.step()
-        self.averages.update(self.model)
         self.step += 1
+        self.averages.update(self.step)
         self.first_loss = loss if self.first_loss is None else self.first_loss
         return loss, lr
 
     def backward(self, batch: tuple[Tensor, ...]) -> float:
-        """Gradients of the mean loss over the batch, a micro-batch at a time; that loss."""
-        size = self.config.batch_size
-        parts = zip(*(tensor.split(self.config.micro_batch or size) for tensor in batch), strict=True)
+        """Gradients of the mean loss over the batch, a micro-batch of this rank's rows at a time; that loss."""
+        rows = self.ranks.rows(batch)
+        size = len(rows[0])
+        parts = list(zip(*(tensor.split(self.config.micro_batch or size) for tensor in rows), strict=True))
         total = torch.zeros((), device=self.device)
         with graph_of_gradients(self.optimizer) as create_graph:
-            for part in parts:
-                loss = self.objective.loss(self.model, part) * (len(part[0]) / size)
-                loss.backward(create_graph=create_graph)
+            for number, part in enumerate(parts, 1):
+                with self.spread.gradients(last=number == len(parts)):
+                    loss = self.objective.loss(self.spread.module, part) * (len(part[0]) / size)
+                    loss.backward(create_graph=create_graph)
                 total += loss.detach()
-        return float(total)
+        return self.ranks.sums([float(total)])[0] / self.ranks.number
 
     def evaluate(self) -> Iterator[tuple[str, float, dict[str, float]]]:
         """Name, clock and measures of each set of weights there is."""
-        yield "live", self.clock.seconds, self.objective.evaluate(self.model)
+        yield "live", self.clock.seconds, self.measures()
         if self.has_own_averages:
             with self.averaged_weights():
-                yield "averaged", self.clock.seconds, self.objective.evaluate(self.model)
-        for decay, averaged in self.averages.models.items():
-            seconds = self.clock.seconds + self.averages.seconds_each
-            yield f"ema_{decay}", seconds, self.objective.evaluate(averaged.module)
+                yield "averaged", self.clock.seconds, self.measures()
+        for decay in self.averages.of:
+            with self.averages.in_model(decay):
+                yield f"ema_{decay}", self.clock.seconds + self.averages.seconds_each, self.measures()
+
+    def measures(self) -> dict[str, float]:
+        """Of the weights that are in the model, on the held-out set."""
+        measures = self.objective.evaluate(self.model, self.ranks)
+        self.spread.reshard()
+        return measures
+
+    def picture(self) -> np.ndarray | None:
+        """What there is to see of the averaged weights."""
+        with self.averaged_weights():
+            picture = self.objective.picture(self.model)
+            self.spread.reshard()
+        return picture
 
     @contextmanager
     def averaged_weights(self) -> Iterator[None]:
@@ -149,30 +191,51 @@ class Trainer:
         return sum(parameter.numel() for parameter in self.model.parameters())
 
     def hash(self) -> str:
-        """sha256 of the live weights."""
+        """sha256 of the live weights, whole; another number of ranks rounds them in other ways. On all ranks."""
         digest = hashlib.sha256()
         for tensor in self.model.state_dict().values():
-            digest.update(tensor.detach().cpu().contiguous().numpy().tobytes())
+            digest.update(full(tensor, None).contiguous().numpy().tobytes())
         return digest.hexdigest()
 
+    def save(self, directory: Path) -> None:
+        """Leave a checkpoint in ``directory``; on all ranks."""
+        checkpoint.save(self.state_dict(), directory, self.step, self.ranks)
+
+    def resume(self, directory: Path) -> bool:
+        """Continue from the checkpoint in ``directory``, of any ranks; whether there is one. On all ranks."""
+        path = self.ranks.on_first(checkpoint.newest, directory)
+        if path is not None:
+            self.load_state_dict(checkpoint.load(self.state_dict(), path))
+        return path is not None
+
     def state_dict(self) -> dict[str, Any]:
-        return {
+        """Tensors by the names of the model's parameters, spread over ranks as they are; the rest is rank 0's text."""
+        from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
+
+        progress = {
             "step": self.step,
-            "model": self.model.state_dict(),
-            "optimizer": self.optimizer.state_dict(),
             "scheduler": self.scheduler.state_dict(),
-            "averages": {str(decay): model.state_dict() for decay, model in self.averages.models.items()},
             "seconds": [self.clock.seconds, self.averages.clock.seconds],
             "first_loss": self.first_loss,
             "random": checkpoint.random_states(),
         }
+        return {
+            "model": get_model_state_dict(self.model),
+            "optimizer": get_optimizer_state_dict(self.model, self.optimizer),
+            "averages": {str(decay): averages for decay, averages in self.averages.of.items()},
+            "progress": self.ranks.from_first(json.dumps(progress)),
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.step, self.first_loss = state["step"], state["first_loss"]
-        self.model.load_state_dict(state["model"])
-        self.optimizer.load_state_dict(state["optimizer"])
-        self.scheduler.load_state_dict(state["scheduler"])
-        for decay, model in self.averages.models.items():
-            model.load_state_dict(state["averages"][str(decay)])
-        self.clock.seconds, self.averages.clock.seconds = state["seconds"]
-        checkpoint.set_random_states(state["random"])
+        from torch.distributed.checkpoint.state_dict import set_model_state_dict, set_optimizer_state_dict
+
+        set_model_state_dict(self.model, state["model"])
+        set_optimizer_state_dict(self.model, self.optimizer, state["optimizer"])
+        for decay, averages in self.averages.of.items():
+            for name, average in averages.items():
+                local(average).copy_(local(state["averages"][str(decay)][name]))
+        progress = json.loads(state["progress"])
+        self.step, self.first_loss = progress["step"], progress["first_loss"]
+        self.scheduler.load_state_dict(progress["scheduler"])
+        self.clock.seconds, self.averages.clock.seconds = progress["seconds"]
+        checkpoint.set_random_states(progress["random"])

@@ -1,0 +1,148 @@
+"""Hybrid sharding, tensor parallelism, both together, experts: what one process does, bit-equal ranks."""
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from ranks import on_ranks
+from test_distributed_engines import (
+    OPTIONS,
+    STEPS,
+    Weights,
+    alone,
+    assert_as_one,
+    line,
+    loss_of,
+    network,
+    optimizer_of,
+    result,
+    sharded,
+    share,
+    train,
+)
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+
+from splus import SPlus
+from splus.teams import shard_of
+
+
+def hybrid(rank: int, within: bool) -> Weights:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("copies", "shards"))
+    model = sharded(network(), mesh)
+    optimizer = optimizer_of(model, process_group=mesh["shards"].get_group() if within else None)
+    train(model, optimizer, rank, 4)
+    assert {len(team.ranks) for books in optimizer._books for team in books.sharing.teams.values()} == {
+        2 if within else 4
+    }
+    return result(model, optimizer)
+
+
+@pytest.mark.parametrize("within", [False, True])
+def test_hybrid_sharding(within: bool) -> None:
+    """All four ranks share the work, or the two of each copy do all of it."""
+    assert_as_one(on_ranks(4, hybrid, within), alone(4))
+
+
+def tensor_parallel(rank: int, shards: int, copies: int, width: int) -> Weights:
+    """The second block is sequence parallel; with copies, fully_shard is around both."""
+    names = ("data", "tensor")
+    mesh = init_device_mesh("cpu", (copies, shards), mesh_dim_names=names)
+    of_tensors, model = mesh["tensor"], network(width=width)
+    plan: dict[str, Any] = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+    parallelize_module(model.blocks[0], of_tensors, plan)
+    model.blocks[1].residual = False
+    into = PrepareModuleInput(input_layouts=(Replicate(),), desired_input_layouts=(Shard(0),))
+    parallelize_module(model.blocks[1], of_tensors, into)
+    plan = {"norm": SequenceParallel(sequence_dim=0), "up": ColwiseParallel(input_layouts=Shard(0))}
+    parallelize_module(model.blocks[1], of_tensors, plan | {"down": RowwiseParallel()})
+    if copies > 1:
+        sharded(model, mesh["data"])
+    optimizer = optimizer_of(model)
+    for step in range(STEPS):
+        loss_of(model, *share(step, rank // shards, copies, width)).backward()
+        if copies == 1:
+            assert model.blocks[1].norm.weight.grad.placements == (Partial(),)
+        optimizer.step()
+        optimizer.zero_grad()
+    if copies > 1:
+        assert "_StridedShard" in str(model.blocks[0].up.weight.placements)
+    return result(model, optimizer)
+
+
+@pytest.mark.parametrize(("shards", "copies", "width"), [(3, 1, 12), (2, 2, 12), (2, 2, 10)])
+def test_tensor_parallelism(shards: int, copies: int, width: int) -> None:
+    """By columns, by rows and by sequence, alone and under fully_shard, with gradients that are not placed as weights.
+
+    Ten rows in two shards of five are cut unevenly by fully_shard.
+    """
+    expected = straight(copies, width)
+    assert_as_one(on_ranks(shards * copies, tensor_parallel, shards, copies, width), expected)
+
+
+def straight(ranks: int, width: int) -> Weights:
+    """:func:`alone` without a residual around the second block."""
+    model = network(width=width)
+    model.blocks[1].residual = False
+    optimizer = optimizer_of(model)
+    for step in range(STEPS):
+        loss_of(model, *share(step, width=width)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return result(model, optimizer)
+
+
+def places(rank: int) -> list[tuple[Any, Any]]:
+    """What this rank holds of parameters, as :func:`shard_of` and as torch says; offsets only of what is not empty."""
+    found = []
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
+    for rows in (2, 3, 4, 5, 7, 8, 10, 12):
+        for dim in (0, 1):
+            for by in (ColwiseParallel(), RowwiseParallel()):
+                layer = parallelize_module(nn.Linear(rows, rows + 1), mesh["tensor"], by)
+                even = layer.weight.to_local().shape[dim] % 2 == 0
+                if dim == 1 and not even:
+                    continue  # which fully_shard refuses
+                fully_shard(layer, mesh=mesh["data"], shard_placement_fn=lambda p, dim=dim: Shard(min(dim, p.ndim - 1)))
+                for p in layer.parameters():
+                    sizes, offset = compute_local_shape_and_global_offset(p.shape, p.device_mesh, p.placements)
+                    at = shard_of(p.shape, p.device_mesh.shape, p.device_mesh.get_coordinate(), p.placements)
+                    nothing = 0 in sizes
+                    found.append(((at[1], nothing or at[0]), (tuple(p.to_local().shape), nothing or tuple(offset))))
+    return found
+
+
+def test_what_a_rank_holds_is_what_torch_says() -> None:
+    """Also of what fully_shard cuts after tensor parallelism has cut it, evenly and unevenly."""
+    for of_rank in on_ranks(4, places):
+        for found, expected in of_rank:
+            assert found == expected
+
+
+def experts(rank: int, ranks: int) -> Weights:
+    torch.manual_seed(0)
+    stack = torch.randn(5, 6, 6, dtype=torch.float64)
+    place = partial(distribute_tensor, device_mesh=line(ranks), placements=[Shard(0)]) if ranks > 1 else torch.clone
+    model = nn.ParameterDict({"experts": nn.Parameter(place(stack))})
+    optimizer = SPlus([{"params": [model["experts"]], "stacked": True}], **OPTIONS)
+    for step in range(STEPS):
+        generator = torch.Generator().manual_seed(step)
+        model["experts"].grad = place(torch.randn(5, 6, 6, generator=generator, dtype=torch.float64))
+        optimizer.step()
+    return result(model, optimizer)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_experts_on_different_ranks(ranks: int) -> None:
+    assert_as_one(on_ranks(ranks, experts, ranks), experts(0, 1))
