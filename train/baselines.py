@@ -18,7 +18,19 @@ class Kron(pytorch_optimizer.Kron):
 
 
 class Sophia(pytorch_optimizer.SophiaH):
-    """SophiaH that says at which steps it needs ``backward(create_graph=True)`` for its estimate of the Hessian."""
+    """SophiaH that says at which steps it needs ``backward(create_graph=True)`` for its estimate of the Hessian.
+
+    Its state is there before the first step: torch.distributed.checkpoint makes a missing one by a step on gradients
+    of zero, which have no graph.
+    """
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        for group in self.param_groups:
+            group["step"] = 0
+            for parameter in group["params"]:
+                names = ("momentum", "hessian_moment", "hessian")
+                self.state[parameter] = {name: torch.zeros_like(parameter) for name in names}
 
     @property
     def differentiates_gradients(self) -> bool:

@@ -9,6 +9,9 @@ from omegaconf import DictConfig, OmegaConf
 
 # Where a run is kept and watched and what it runs on, which change nothing in it.
 OUTSIDE = ("directory", "keep_checkpoint", "checkpoint_every", "wandb", "parallel")
+# What an optimizer's file says beside its arguments and changes nothing in a run either: where a sweep of the learning
+# rate begins, by objective; the modes of parallel that it works with, if not all.
+BESIDE = ("sweep", "parallel")
 
 
 def averaging_decay(steps: int) -> float:
@@ -35,7 +38,8 @@ def training_config(config: DictConfig) -> dict[str, Any]:
     """The resolved configuration, less what changes nothing in the training."""
     resolved = OmegaConf.to_container(config, resolve=True)
     assert isinstance(resolved, dict)
-    resolved["optimizer"].pop("sweep", None)
+    for key in BESIDE:
+        resolved["optimizer"].pop(key, None)
     return {str(key): value for key, value in resolved.items() if key not in OUTSIDE}
 
 

@@ -14,11 +14,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.optim import AdamW, Muon, Optimizer
 
 from splus import SPlus, param_groups
-from train.config import build
-
-
-# What a configuration file says of an optimizer to others: options of groups by their names, where a sweep begins.
-NOT_ARGUMENTS = ("groups", "sweep")
+from train.config import BESIDE, build
 
 
 def build_optimizer(config: DictConfig, model: nn.Module, process_group: ProcessGroup | None = None) -> Optimizer:
@@ -41,6 +37,9 @@ def build_optimizer(config: DictConfig, model: nn.Module, process_group: Process
     optimizer: Optimizer = build(arguments(config), groups, **settings)
     if hasattr(optimizer, "train"):
         optimizer.train()
+        # Schedule-Free leaves empty states, for which torch.distributed.checkpoint would take the state as made.
+        for parameter in [parameter for parameter, state in optimizer.state.items() if not state]:
+            del optimizer.state[parameter]
     return optimizer
 
 
@@ -48,12 +47,25 @@ def arguments(config: DictConfig) -> DictConfig:
     """The target and its arguments."""
     resolved = OmegaConf.to_container(config, resolve=True)
     assert isinstance(resolved, dict)
-    return OmegaConf.create({key: value for key, value in resolved.items() if key not in NOT_ARGUMENTS})
+    return OmegaConf.create({key: value for key, value in resolved.items() if key not in ("groups", *BESIDE)})
+
+
+def check_parallel(config: DictConfig) -> None:
+    """Raise a ValueError if the optimizer's file has a list ``parallel`` that ``config.parallel.mode`` is not in."""
+    allowed = config.optimizer.get("parallel")
+    if allowed is not None and config.parallel.mode not in allowed:
+        raise ValueError(
+            f"{config.optimizer._target_} does not work with parallel={config.parallel.mode} (docs/baselines.md); "
+            f"set parallel={' or parallel='.join(allowed)}, or take one that does, such as splus or adam"
+        )
 
 
 @contextmanager
 def graph_of_gradients(optimizer: Optimizer) -> Iterator[bool]:
-    """Whether the next step differentiates the gradients once more; attention inside is of the kind that allows it."""
+    """Whether the next step differentiates the gradients once more, as its ``differentiates_gradients`` says.
+
+    Attention inside is of the kind that allows it.
+    """
     if not getattr(optimizer, "differentiates_gradients", False):
         yield False
         return

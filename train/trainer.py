@@ -20,7 +20,7 @@ from splus.teams import local
 from train import checkpoint
 from train.config import build
 from train.objectives import Objective
-from train.optimizers import build_optimizer, graph_of_gradients
+from train.optimizers import build_optimizer, check_parallel, graph_of_gradients
 from train.parallel import Ranks, local_device, spread
 
 
@@ -106,6 +106,7 @@ class Trainer:
     def __init__(self, config: DictConfig) -> None:
         self.config = config
         self.ranks = Ranks.of(config)
+        check_parallel(config)
         self.device = local_device()
         torch.manual_seed(config.seed)  # for optimizers that draw numbers; the harness has generators of its own
         data = build(config.data)
