@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from itertools import product
 
 import numpy as np
+from scipy import stats  # type: ignore[import-untyped]
 
 LEVEL = 0.95
 ALL_RESAMPLES = 6  # values of which every resample is taken, at most 6^6 = 46,656
@@ -88,7 +89,6 @@ def paired_difference(values: Sequence[float | None], others: Sequence[float | N
 
     A run that diverged, or is not there, takes its pair with it.
     """
-    from scipy import stats  # type: ignore[import-untyped]
 
     pairs = [
         (a, b)

@@ -10,6 +10,9 @@ from omegaconf import DictConfig, OmegaConf
 
 # Where a run is kept and watched and what it runs on, which change nothing in it.
 OUTSIDE = ("directory", "keep_checkpoint", "checkpoint_every", "wandb", "parallel")
+# What an optimizer's file says beside its arguments and changes nothing in a run either: where a sweep of the learning
+# rate begins, by objective; the modes of parallel that it works with, if not all.
+BESIDE = ("sweep", "parallel")
 
 
 def averaging_decay(steps: int) -> float:
@@ -39,6 +42,8 @@ def training_config(config: DictConfig) -> dict[str, Any]:
     """
     resolved = OmegaConf.to_container(config, resolve=True)
     assert isinstance(resolved, dict)
+    for key in BESIDE:
+        resolved["optimizer"].pop(key, None)
     start = resolved.pop("start", None) or {}
     inside = {str(key): value for key, value in resolved.items() if key not in OUTSIDE}
     if start.get("directory") is not None:
@@ -55,7 +60,8 @@ def run_key(directory: Path) -> str:
     path = directory / "config.yaml"
     if not path.exists():
         raise ValueError(
-            f"start.directory={directory} given, which holds no run; give the directory of a run with keep_checkpoint=true"
+            f"start.directory={directory} given, which holds no run; "
+            "give the directory of one that was trained with keep_checkpoint=true"
         )
     config = OmegaConf.load(path)
     assert isinstance(config, DictConfig)

@@ -1,6 +1,8 @@
 """Optimizers from configuration, all with the same parameter groups."""
 
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, overload
 
 import torch
@@ -8,34 +10,68 @@ from hydra.utils import get_class
 from omegaconf import DictConfig, OmegaConf
 from torch import nn
 from torch.distributed import ProcessGroup
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.optim import AdamW, Muon, Optimizer
 
 from splus import SPlus, param_groups
-from train.config import build
+from train.config import BESIDE, build
 
 
 def build_optimizer(config: DictConfig, model: nn.Module, process_group: ProcessGroup | None = None) -> Optimizer:
     """The optimizer of ``config._target_`` on ``model``: weight matrices decay, all other parameters do not.
 
     ``config.groups`` has further options of the groups by their names, such as ``{"head": {"lr": 0.1}}``. An SPlus
-    shares its work among the ranks of ``process_group``, which all hold the model.
+    shares its work among the ranks of ``process_group``, which all hold the model. An optimizer that has modes is in
+    the one for training.
 
     Raises:
         ValueError: options for a group that the model does not have.
     """
     groups = param_groups(model, weight_decay=config.weight_decay, split=getattr(model, "fused", None))
+    add_options(groups, config.get("groups", {}))
     settings: dict[str, Any] = {}
     if process_group is not None and issubclass(get_class(config._target_), SPlus):
         settings["process_group"] = process_group
-    if "groups" in config:
-        add_options(groups, config.groups)
-        settings_given = OmegaConf.to_container(config, resolve=True)
-        assert isinstance(settings_given, dict)
-        config = OmegaConf.create({key: value for key, value in settings_given.items() if key != "groups"})
     if "betas" in config:  # a list in YAML, a pair of floats for torch
         settings["betas"] = tuple(float(beta) for beta in config.betas)
-    optimizer: Optimizer = build(config, groups, **settings)
+    optimizer: Optimizer = build(arguments(config), groups, **settings)
+    if hasattr(optimizer, "train"):
+        optimizer.train()
+        # Schedule-Free leaves empty states, for which torch.distributed.checkpoint would take the state as made.
+        for parameter in [parameter for parameter, state in optimizer.state.items() if not state]:
+            del optimizer.state[parameter]
     return optimizer
+
+
+def arguments(config: DictConfig) -> DictConfig:
+    """The target and its arguments."""
+    resolved = OmegaConf.to_container(config, resolve=True)
+    assert isinstance(resolved, dict)
+    return OmegaConf.create({key: value for key, value in resolved.items() if key not in ("groups", *BESIDE)})
+
+
+def check_parallel(config: DictConfig) -> None:
+    """Raise a ValueError if the optimizer's file has a list ``parallel`` that ``config.parallel.mode`` is not in."""
+    allowed = config.optimizer.get("parallel")
+    if allowed is not None and config.parallel.mode not in allowed:
+        raise ValueError(
+            f"{config.optimizer._target_} does not work with parallel={config.parallel.mode} (docs/baselines.md); "
+            f"set parallel={' or parallel='.join(allowed)}, or take one that does, such as splus or adam"
+        )
+
+
+@contextmanager
+def graph_of_gradients(optimizer: Optimizer) -> Iterator[bool]:
+    """Whether the next step differentiates the gradients once more, as its ``differentiates_gradients`` says.
+
+    Attention inside is of the kind that allows it.
+    """
+    if not getattr(optimizer, "differentiates_gradients", False):
+        yield False
+        return
+    with sdpa_kernel(SDPBackend.MATH), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", r"Using backward\(\) with create_graph=True")
+        yield True
 
 
 def add_options(groups: list[dict[str, Any]], options: DictConfig) -> None:

@@ -21,7 +21,7 @@ from splus.teams import local
 from train import checkpoint
 from train.config import build
 from train.objectives import Objective
-from train.optimizers import build_optimizer
+from train.optimizers import build_optimizer, check_parallel, graph_of_gradients
 from train.parallel import Ranks, local_device, spread
 
 
@@ -107,6 +107,7 @@ class Trainer:
     def __init__(self, config: DictConfig) -> None:
         self.config = config
         self.ranks = Ranks.of(config)
+        check_parallel(config)
         self.device = local_device()
         torch.manual_seed(config.seed)  # for optimizers that draw numbers; the harness has generators of its own
         data = build(config.data)
@@ -144,11 +145,12 @@ class Trainer:
         size = len(rows[0])
         parts = list(zip(*(tensor.split(self.config.micro_batch or size) for tensor in rows), strict=True))
         total = torch.zeros((), device=self.device)
-        for number, part in enumerate(parts, 1):
-            with self.spread.gradients(last=number == len(parts)):
-                loss = self.objective.loss(self.spread.module, part) * (len(part[0]) / size)
-                loss.backward()
-            total += loss.detach()
+        with graph_of_gradients(self.optimizer) as create_graph:
+            for number, part in enumerate(parts, 1):
+                with self.spread.gradients(last=number == len(parts)):
+                    loss = self.objective.loss(self.spread.module, part) * (len(part[0]) / size)
+                    loss.backward(create_graph=create_graph)
+                total += loss.detach()
         return self.ranks.sums([float(total)])[0] / self.ranks.number
 
     def evaluate(self) -> Iterator[tuple[str, float, dict[str, float]]]:
