@@ -22,7 +22,7 @@ from benchmarks.comparison import REFERENCE, Comparison, Condition, Study, Train
 from benchmarks.ledger import Ledger
 from benchmarks.methods import Method, method
 from benchmarks.progress import Progress
-from benchmarks.summary import headline, write_details, write_differences, write_summary
+from benchmarks.summary import headline, memory, write_details, write_differences, write_summary
 from benchmarks.sweep import Outcomes, run_cells
 from benchmarks.table import entries, notes, terminal_tables, title
 
@@ -84,7 +84,7 @@ def comparison_from(config: DictConfig) -> Comparison:
 def training_from(config: DictConfig) -> Training:
     return Training(
         preset=config.training,
-        overrides=tuple(config.overrides),
+        settings_of_all=(*config.settings, *config.overrides),
         starts={str(name): float(steps) for name, steps in config.starts.items()},
         start_rates=method(REFERENCE, config.objectives, {}).start,
         root=Path(config.output).absolute() / "cells",
@@ -129,9 +129,9 @@ def with_own_start(of: Method, config: DictConfig) -> Method:
 
 def labels(cell: Cell) -> dict[str, object]:
     """What the list of runs says of a cell."""
-    config = cell.config
+    config, (condition, optimizer) = cell.config, cell.group.split("/")
     return {
-        "run": cell.name, "study": cell.group, "objective": config.objective["_target_"].rpartition(".")[2],
+        "run": cell.name, "condition": condition, "optimizer": optimizer,
         "learning_rate": config.optimizer.lr, "seed": config.seed, "batch_size": config.batch_size,
     }  # fmt: skip
 
@@ -162,7 +162,7 @@ def conclude(comparison: Comparison, outcomes: Outcomes, config: DictConfig, wor
     OmegaConf.save(config, output / SETTINGS, resolve=True)
     for table in terminal_tables(rows):
         console.print(table, "")
-    for line in [*notes(rows), *headline(rows)]:
+    for line in [*notes(rows), *memory(rows), *headline(rows)]:
         console.print(line, highlight=False, soft_wrap=True)
     report = write_report(comparison, rows, outcomes, output, config, workers)
     code = show_crashes(outcomes, console)

@@ -68,20 +68,20 @@ class Training:
 
     Attributes:
         preset: of conf/preset/.
-        overrides: further settings.
+        settings_of_all: further settings.
         starts: the steps of an Adam run whose weights training can start from, by name, in units of the run's own.
         start_rates: that run's learning rate by objective.
         root: the directory of the cells.
     """
 
     preset: str
-    overrides: tuple[str, ...]
+    settings_of_all: tuple[str, ...]
     starts: Mapping[str, float]
     start_rates: Mapping[str, float]
     root: Path
 
     def settings(self, objective: str) -> tuple[str, ...]:
-        return (f"objective={objective}", f"preset={self.preset}", *self.overrides)
+        return (f"objective={objective}", f"preset={self.preset}", *self.settings_of_all)
 
     def size(self, objective: str, name: str, factor: float) -> int:
         """A number of the preset, such as its steps, times a factor."""

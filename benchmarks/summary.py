@@ -8,9 +8,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.comparison import REFERENCE, Training
+from benchmarks.comparison import REFERENCE, Condition, Training
 from benchmarks.estimates import Difference, Estimate, mean_over
-from benchmarks.table import REACHED, Entry, condition_title, estimate_text
+from benchmarks.table import REACHED, Entry, condition_title, estimate_text, title
 
 OURS = "splus"
 
@@ -146,6 +146,23 @@ def _means(rows: Sequence[Entry]) -> Iterator[str]:
                 f"{label}, mean over {len(own)} objectives: {steps.mean:.2f}{brackets(_interval(steps))} of Adam's "
                 f"steps, {time.mean:.2f}{brackets(_interval(time))} of its time"
             )
+
+
+def memory(rows: Sequence[Entry]) -> list[str]:
+    """A line for each objective: the state of each optimizer under its first condition, and that over Adam's."""
+    lines = []
+    for objective in dict.fromkeys(entry.condition.objective for entry in rows if entry.condition.is_first):
+        own = [entry for entry in rows if entry.condition == Condition(objective) and entry.state_bytes is not None]
+        parts = {entry.row.name.removesuffix("_ema").removesuffix("_live"): entry for entry in reversed(own)}
+        adam = parts[REFERENCE].state_bytes if REFERENCE in parts else None
+        texts = [
+            f"{entry.row.label} {entry.state_bytes / 1e6:.2f} MB"
+            + (f" (×{entry.state_bytes / adam:.2f})" if adam else "")
+            for entry in reversed(parts.values())
+            if entry.state_bytes is not None
+        ]
+        lines.append(f"State of the optimizer, {title(objective).lower()}: {', '.join(texts)}")
+    return lines
 
 
 def _interval(value: Estimate) -> str:
