@@ -185,6 +185,13 @@ def test_half_a_checkpoint_is_refused_by_name(tmp_path, name, kept):
         checkpoint.load({"step": 0, "weights": torch.zeros(1000)}, tmp_path / "checkpoint-1")
 
 
+def test_a_checkpoint_with_values_that_have_no_place_is_refused(tmp_path):
+    """Such as the state of an optimizer that makes it in a later step than the first."""
+    checkpoint.save({"step": 1, "late": {"sum": torch.zeros(3), "of": 2}}, tmp_path, 1, Ranks())
+    with pytest.raises(ValueError, match=r"checkpoint-1 has late.of and 1 more values that this run.*has no place for"):
+        checkpoint.load({"step": 0}, tmp_path / "checkpoint-1")
+
+
 def raise_after_checkpoint(trainer: Trainer, record) -> None:
     if trainer.step > LAST_CHECKPOINT:
         raise KeyboardInterrupt

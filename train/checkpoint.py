@@ -103,7 +103,25 @@ def load(state: dict[str, Any], path: Path) -> dict[str, Any]:
         raise ValueError(
             f"{path} is no whole checkpoint ({reason}); delete it to start this run anew, or put a copy in its place"
         ) from None
+    if left := without_place(state, path):
+        raise ValueError(
+            f"{path} has {left[0]} and {len(left) - 1} more values that this run, not yet trained, has no place for; "
+            "an optimizer can be resumed whose state is there from its first step on (train/baselines.py mends some)"
+        )
     return state
+
+
+def without_place(state: dict[str, Any], path: Path) -> list[str]:
+    """Names of what the checkpoint has and ``state`` has not, on any rank; torch would leave it out in silence."""
+    from torch.distributed.checkpoint.filesystem import FileSystemReader
+    from torch.distributed.checkpoint._nested_dict import flatten_state_dict
+
+    names = [set(flatten_state_dict(state)[0])]
+    if dist.is_initialized():
+        names *= dist.get_world_size()
+        dist.all_gather_object(names, names[0])
+    saved = FileSystemReader(path).read_metadata().state_dict_metadata
+    return sorted(saved.keys() - set().union(*names))
 
 
 @contextmanager
