@@ -8,6 +8,7 @@ from hydra import compose, initialize_config_dir
 
 from splus import PAPER
 from splus.groups import WIDTH_RULES
+from train.config import BESIDE
 
 ROOT = Path(__file__).parent.parent
 README = "\n".join(path.read_text() for path in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))))
@@ -43,7 +44,7 @@ def test_published_settings_of_the_benchmark_are_the_package_s() -> None:
     with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
         settings = compose("config", overrides=["optimizer=splus_published"]).optimizer
     of_the_run = {"lr", "weight_decay", "ema_decay", "whiten"}
-    assert set(settings) - {"_target_", "groups"} == set(PAPER) - {"whiten"}
+    assert set(settings) - {"_target_", "groups", *BESIDE} == set(PAPER) - {"whiten"}
     # param_groups gives these two a step by a power of the length of a row; the authors' file has one constant for all.
     assert settings.groups == {
         name: {"elementwise_scale": PAPER["elementwise_scale"], "width_power": 0} for name in WIDTH_RULES

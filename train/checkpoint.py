@@ -113,8 +113,8 @@ def load(state: dict[str, Any], path: Path) -> dict[str, Any]:
 
 def without_place(state: dict[str, Any], path: Path) -> list[str]:
     """Names of what the checkpoint has and ``state`` has not, on any rank; torch would leave it out in silence."""
-    from torch.distributed.checkpoint.filesystem import FileSystemReader
     from torch.distributed.checkpoint._nested_dict import flatten_state_dict
+    from torch.distributed.checkpoint.filesystem import FileSystemReader
 
     names = [set(flatten_state_dict(state)[0])]
     if dist.is_initialized():
