@@ -10,7 +10,6 @@ like; the same command continues where it stopped.
 from __future__ import annotations
 
 import csv
-import sys
 from pathlib import Path
 
 import hydra
@@ -19,7 +18,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.cells import ROOT, Cell, Outcome
-from benchmarks.machine import usable_cores
+from benchmarks.command import executor_from, run_command, show_crashes
 from benchmarks.progress import Progress
 from benchmarks.sweep import run_cells
 
@@ -29,22 +28,31 @@ AVERAGED = "averaged"
 
 @hydra.main(config_path=str(ROOT / "conf" / "ablation"), config_name="ablation", version_base="1.3")
 def main(config: DictConfig) -> None:
-    sys.exit(ablate(config, Console()))
+    run_command(lambda console: ablate(config, console))
 
 
 def ablate(config: DictConfig, console: Console) -> int:
     """Run every variant on every objective; print and write the table. The exit code, 1 if a run crashed."""
     cells = wanted_cells(config)
-    workers = config.workers or usable_cores()
+    executor = executor_from(config)
     console.print(f"{len(cells)} runs, {config.expected}; they can be stopped and continued.", highlight=False)
     runs_of_each = dict.fromkeys(config.objectives, len(config.variants))
-    with Progress(console, workers, lambda _: runs_of_each) as progress:
-        outcomes = run_cells(lambda _: list(cells.values()), Path(config.output) / "cells", workers, watcher=progress)
+    with Progress(console, executor.workers, lambda _: runs_of_each) as progress:
+        outcomes = run_cells(
+            lambda _: list(cells.values()),
+            Path(config.output) / "cells",
+            executor,
+            watcher=progress,
+            fail_fast=config.fail_fast,
+        )
+    failed = show_crashes(outcomes, console)
+    if len(outcomes) < len(cells):  # it has stopped at a crash
+        return failed
     rows = table_rows(config, {key: outcomes[cell] for key, cell in cells.items()})
     write_csv(rows, Path(config.output) / "ablation.csv")
     console.print(terminal_table(config, rows))
     console.print(f"Written to {config.output}/ablation.csv")
-    return int(any(outcome.status == "crashed" for outcome in outcomes.values()))
+    return failed
 
 
 def wanted_cells(config: DictConfig) -> dict[tuple[str, str], Cell]:

@@ -25,7 +25,7 @@ ROOT = Path(__file__).resolve().parent.parent
 class Cell:
     """One run: a readable name, the Hydra overrides that make its configuration, and a group.
 
-    Cells of one group take about the same time; the time left is estimated from it.
+    Cells of one group take about the same time; the time left is estimated from it. Weights & Biases groups by it too.
     """
 
     name: str
@@ -35,7 +35,8 @@ class Cell:
     @property
     def config(self) -> DictConfig:
         """The whole configuration, resolved."""
-        return compose_config(self.overrides)
+        group = (f"wandb.group='{self.group}'",) if self.group else ()
+        return compose_config((*group, *self.overrides))
 
     @cached_property
     def hash(self) -> str:

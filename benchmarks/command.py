@@ -6,12 +6,15 @@ import sys
 from collections.abc import Callable
 from typing import NoReturn
 
+from omegaconf import DictConfig
 from rich.console import Console
 from rich.markup import escape
 
+from benchmarks.attempt import DirectoryInUse
 from benchmarks.cells import made_by_other_code
 from benchmarks.progress import summary
-from benchmarks.sweep import DirectoryInUse, Outcomes
+from benchmarks.sweep import Executor, Outcomes
+from train.config import build
 
 
 class SettingError(ValueError):
@@ -29,6 +32,19 @@ def run_command(work: Callable[[Console], int]) -> NoReturn:
     except (SettingError, DirectoryInUse) as error:
         console.print(f"[red]Error:[/] {escape(str(error))}", soft_wrap=True)
         sys.exit(2)
+
+
+def executor_from(config: DictConfig) -> Executor:
+    """Where the settings `launcher` and `workers` say that cells run.
+
+    Raises:
+        SettingError: not possible here.
+    """
+    try:
+        executor: Executor = build(config.launcher, workers=config.workers)
+    except ValueError as error:
+        raise SettingError(error) from None
+    return executor
 
 
 def warn_of_other_code(outcomes: Outcomes, console: Console, delete: str) -> None:

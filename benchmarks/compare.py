@@ -15,9 +15,8 @@ from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
 
 from benchmarks.cells import ROOT, finished_earlier
-from benchmarks.command import SettingError, run_command, show_crashes, warn_of_other_code
+from benchmarks.command import SettingError, executor_from, run_command, show_crashes, warn_of_other_code
 from benchmarks.comparison import OPTIMIZERS, Comparison
-from benchmarks.machine import usable_cores
 from benchmarks.progress import Progress
 from benchmarks.sweep import Outcomes, run_cells
 from benchmarks.table import (
@@ -38,11 +37,13 @@ def main(config: DictConfig) -> None:
 
 def compare(comparison: Comparison, config: DictConfig, console: Console) -> int:
     """Runs the comparison and writes its table and report; the exit code, 1 if any run crashed."""
-    workers = usable_cores() if config.workers is None else config.workers
-    output = Path(config.output)
+    executor = executor_from(config)
+    output, workers = Path(config.output), executor.workers
     announce(comparison, config.expected, workers, output, console)
     with Progress(console, workers, comparison.expected) as progress:
-        outcomes = run_cells(comparison.wanted, output / "cells", workers, watcher=progress, fail_fast=config.fail_fast)
+        outcomes = run_cells(
+            comparison.wanted, output / "cells", executor, watcher=progress, fail_fast=config.fail_fast
+        )
     return conclude(comparison, outcomes, config, workers, output, console)
 
 
@@ -75,7 +76,7 @@ def announce(comparison: Comparison, expected: str, workers: int, output: Path, 
     total = sum(comparison.expected(outcomes).values())
     console.print(
         f"SPlus against Adam on {', '.join(map(title, comparison.objectives)).lower()} (preset {comparison.preset}).\n"
-        f"Expected: {expected}; this machine runs {workers} at once.\n"
+        f"Expected: {expected}; {workers} runs at once.\n"
         f"About {total} training runs, depending on the learning rates; {len(outcomes)} are finished already.\n"
         f"Results go to {output}. Stop at any time (Ctrl-C): the same command continues.",
         highlight=False,

@@ -16,9 +16,8 @@ from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
 
 from benchmarks.cells import ROOT, finished_earlier
-from benchmarks.command import SettingError, run_command, show_crashes, warn_of_other_code
+from benchmarks.command import SettingError, executor_from, run_command, show_crashes, warn_of_other_code
 from benchmarks.ledger import Ledger
-from benchmarks.machine import usable_cores
 from benchmarks.progress import Progress
 from benchmarks.sweep import Outcomes, run_cells
 from benchmarks.transfer import Study, Transfer
@@ -70,8 +69,8 @@ def transfer_from(config: DictConfig) -> Transfer:
 
 def measure(transfer: Transfer, config: DictConfig, console: Console) -> int:
     """Runs the sweeps and writes CSVs, figure and report; the exit code, 1 if any run crashed."""
-    workers = usable_cores() if config.workers is None else config.workers
-    output = Path(config.output)
+    executor = executor_from(config)
+    output, workers = Path(config.output), executor.workers
     with Progress(console, workers, transfer.expected) as progress:
         ledger = Ledger(output / "runs.csv", transfer.labels, progress)
         earlier = finished_earlier(transfer.wanted, output / "cells", ledger.known)
@@ -81,7 +80,7 @@ def measure(transfer: Transfer, config: DictConfig, console: Console) -> int:
         outcomes = run_cells(
             transfer.wanted,
             output / "cells",
-            workers,
+            executor,
             watcher=ledger,
             fail_fast=config.fail_fast,
             recorded=ledger.known,
@@ -95,7 +94,7 @@ def announce(
     """Says what is going to be run, how long it takes and how much of it is there already."""
     console.print(
         f"The best learning rate against width, for {len(transfer.studies)} pairs of objective and optimizer.\n"
-        f"Expected: {expected}; this machine runs {workers} at once.\n"
+        f"Expected: {expected}; {workers} runs at once.\n"
         f"About {sum(transfer.expected(earlier).values())} training runs; {len(earlier)} are finished already.\n"
         f"Results go to {output}. Stop at any time (Ctrl-C): the same command continues.",
         highlight=False,

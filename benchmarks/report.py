@@ -115,7 +115,7 @@ def facts(outcomes: Outcomes, workers: int) -> dict[str, str]:
         "Runs": f"{len(outcomes)}, {seconds / 60:.1f} minutes of training in all",
         "Dates": " to ".join(dict.fromkeys(when)),
         "Machine": f"{processor()}, {usable_cores()} usable cores, {platform.system()} {platform.machine()}",
-        "Workers": f"{workers} processes at once, one torch thread each",
+        "Workers": f"{workers} runs at once",
         "Python": platform.python_version(),
         "Packages": ", ".join(f"{name} {metadata.version(name)}" for name in PACKAGES),
         "Code": f"splus and train, sha256 {code_digest()}",

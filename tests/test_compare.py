@@ -17,9 +17,11 @@ import pytest
 from omegaconf import DictConfig
 
 from benchmarks import bracket
+from benchmarks.attempt import DirectoryInUse, only_user_of
 from benchmarks.cells import ROOT, Cell, Outcome, earlier_outcome
 from benchmarks.comparison import ADAM, ADAM_EMA, ROWS, SPLUS, Comparison
-from benchmarks.sweep import DirectoryInUse, only_user_of, run_cells
+from benchmarks.pool import Pool
+from benchmarks.sweep import run_cells
 
 Losses = Callable[[int], tuple[float | None, ...]]
 
@@ -175,14 +177,14 @@ def toy_cells(*seeds: int) -> list[Cell]:
 
 def test_a_sweep_survives_crashed_and_killed_runs_and_skips_finished_ones(tmp_path: Path) -> None:
     cells = toy_cells(1, 2, 3, 4)
-    outcomes = run_cells(lambda known: cells, tmp_path, workers=2, run=toy_run)
+    outcomes = run_cells(lambda known: cells, tmp_path, Pool(2, run=toy_run))
     assert [outcomes[cell].status for cell in cells] == ["crashed", "crashed", "diverged", "finished"]
     directories = [outcomes[cell].directory for cell in cells]
     assert "ValueError: no such [luck]" in (directories[0] / "error.txt").read_text()
     assert "SIGKILL" in (directories[1] / "error.txt").read_text()
     assert "a worker prints this" in (directories[3] / "log.txt").read_text()
 
-    again = run_cells(lambda known: cells, tmp_path, workers=1, run=toy_run)
+    again = run_cells(lambda known: cells, tmp_path, Pool(1, run=toy_run))
     assert [again[cell].status for cell in cells] == ["crashed", "crashed", "diverged", "finished"]
     runs = [len((directory / "runs.txt").read_text().splitlines()) for directory in directories]
     assert runs == [2, 2, 1, 1]
@@ -194,16 +196,16 @@ def test_a_sweep_asks_for_more_as_results_come_and_can_stop_at_a_crash(tmp_path:
     def wanted(known: Any) -> list[Cell]:
         return [four, crash, never] if four in known else [four]
 
-    outcomes = run_cells(wanted, tmp_path, workers=1, run=toy_run, fail_fast=True)
+    outcomes = run_cells(wanted, tmp_path, Pool(1, run=toy_run), fail_fast=True)
     assert {cell: outcome.status for cell, outcome in outcomes.items()} == {four: "finished", crash: "crashed"}
 
 
 def test_a_directory_is_for_one_sweep_at_a_time(tmp_path: Path) -> None:
     with only_user_of(tmp_path), pytest.raises(DirectoryInUse, match="in use by another running sweep"):
-        run_cells(lambda known: [], tmp_path, workers=1)
-    assert run_cells(lambda known: [], tmp_path, workers=1) == {}
+        run_cells(lambda known: [], tmp_path, Pool(1))
+    assert run_cells(lambda known: [], tmp_path, Pool(1)) == {}
     with pytest.raises(ValueError, match="workers=0 given"):
-        run_cells(lambda known: [], tmp_path, workers=0)
+        Pool(0)
 
 
 # The command

@@ -1,35 +1,19 @@
 """Batches and held-out sets: drawn from their generator alone, read from every layout, errors that say what to do."""
 
-import gzip
-import lzma
-import math
-import os
-import pickle
-import re
-import socket
-from collections.abc import Iterator
 from pathlib import Path
-from unittest.mock import Mock
 
-import datasets
 import pytest
 import torch
 from PIL import Image
 from runs import smoke
-from torch import Generator
+from stand_ins import seeded, write_cifar, write_classes, write_documents, write_idx, write_text
 
 from train.config import build
-from train.data import hugging_face, image_folder
+from train.data import image_folder
 from train.data.hugging_face import hugging_face as documents
 from train.data.image_folder import ImageFolder
 from train.data.images import FILES, Images
 from train.data.text import Text
-from train.data.tokens import Tokens
-from train.trainer import Trainer
-
-
-def seeded(seed: int = 0) -> Generator:
-    return Generator().manual_seed(seed)
 
 
 @pytest.fixture(scope="module")
@@ -45,43 +29,6 @@ def images() -> Images:
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> ImageFolder:
     return ImageFolder(write_classes(tmp_path_factory.mktemp("classes")), size=8)
-
-
-def write_text(folder: Path, *parts: bytes) -> str:
-    for i, part in enumerate(parts):
-        (folder / f"{i}.txt").write_bytes(part)
-    return str(folder)
-
-
-def write_idx(folder: Path, suffix: str = "", images: int = 6) -> str:
-    """Six training and six held-out images of 4 × 4 with pixels and labels that tell them apart."""
-    pack = {"": bytes, ".gz": gzip.compress, ".xz": lzma.compress}[suffix]
-    folder.mkdir(parents=True, exist_ok=True)
-    for part in ("train", "t10k"):
-        header = b"\0\0\x08\x03" + b"".join(n.to_bytes(4, "big") for n in (images, 4, 4))
-        (folder / f"{part}-images-idx3-ubyte{suffix}").write_bytes(pack(header + bytes(range(images * 16))))
-        labels = b"\0\0\x08\x01" + images.to_bytes(4, "big") + bytes(i % 3 for i in range(images))
-        (folder / f"{part}-labels-idx1-ubyte{suffix}").write_bytes(pack(labels))
-    return str(folder)
-
-
-def write_classes(root: Path) -> str:
-    """Pictures of 12 × 10, two of cats and three of dogs to train on, four of each held out; left darker than right."""
-    picture = Image.linear_gradient("L").rotate(90).resize((12, 10))
-    for part, name, count in (("train", "dog", 3), ("train", "cat", 2), ("val", "dog", 4), ("val", "cat", 4)):
-        (root / part / name).mkdir(parents=True)
-        for i in range(count):
-            picture.save(root / part / name / f"{i}.{('png', 'JPEG', 'jpg', 'PNG')[i]}")
-    return str(root)
-
-
-def write_documents(folder: Path, *texts: str | None) -> str:
-    datasets.Dataset.from_dict({"id": range(len(texts)), "text": texts}).save_to_disk(folder)
-    return str(folder)
-
-
-def content(data: Text) -> bytes:
-    return torch.cat([data.train, data.held_out]).numpy().tobytes()
 
 
 def test_text_that_ships_is_whole(text):
@@ -158,7 +105,7 @@ def test_held_out_images_are_left_as_they_are(images):
 
 
 @pytest.mark.parametrize("suffix", ["", ".gz", ".xz"])
-@pytest.mark.parametrize("place", ["", "FashionMNIST/raw"])
+@pytest.mark.parametrize("place", ["", "FashionMNIST/raw", "MNIST/raw"])
 def test_idx_files_are_read_plain_and_packed_in_either_place(tmp_path, suffix, place):
     write_idx(tmp_path / place, suffix)
     data = Images(str(tmp_path), shift=0, flip=False)
@@ -166,57 +113,31 @@ def test_idx_files_are_read_plain_and_packed_in_either_place(tmp_path, suffix, p
     assert data.held_out.flatten().tolist() == list(range(96))
 
 
-def test_cifar_is_read_from_the_layout_of_torchvision(tmp_path):
-    folder = tmp_path / "cifar-10-batches-py"
-    folder.mkdir()
-    row = [1] * 1024 + [2] * 1024 + [3] * 1024  # red, green, blue
-    for name in (*(f"data_batch_{i}" for i in range(1, 6)), "test_batch"):
-        (folder / name).write_bytes(pickle.dumps({b"data": [row, row], b"labels": [0, 9]}))
+@pytest.mark.parametrize("place", ["", "cifar-10-batches-py"])
+def test_cifar_10_is_read_from_the_layout_of_torchvision(tmp_path, place):
+    batches = [f"data_batch_{i}" for i in range(1, 6)]
+    write_cifar(tmp_path / place, *batches, "test_batch", key=b"labels", labels=[0, 9])
     data = Images(str(tmp_path))
     assert data.sizes == {"image_size": 32, "channels": 3, "classes": 10}
     assert len(data.labels) == 10
     assert data.held_out[1, 5, 7].tolist() == [1, 2, 3]
 
 
-def test_a_vocabulary_of_bytes_is_the_bytes(tmp_path):
-    """Then every byte is a token of its own, whichever number it has; and the held-out part is the same."""
-    directory = write_text(tmp_path, "Nürnberg, über 8 Brücken.\n".encode() * 40)
-    text, tokens = Text(4, directory), Tokens(4, vocabulary=256, directory=directory)
-    assert tokens.bytes_per_token == 1
-    for part in ("train", "held_out"):
-        pairs = set(zip(getattr(text, part).tolist(), getattr(tokens, part).tolist(), strict=True))
-        assert len(pairs) == len({byte for byte, _ in pairs}) == len({token for _, token in pairs})
+@pytest.mark.parametrize("place", ["", "cifar-100-python"])
+def test_cifar_100_is_read_with_its_hundred_classes(tmp_path, place):
+    write_cifar(tmp_path / place, "train", "test", "meta", key=b"fine_labels", labels=[0, 99])
+    data = Images(str(tmp_path))
+    assert data.sizes == {"image_size": 32, "channels": 3, "classes": 100}
+    assert data.held_out_labels.tolist() == [0, 99]
 
 
-def test_a_larger_vocabulary_has_longer_tokens(tmp_path):
-    """As many as were asked for while the text has pairs to merge; their lengths add up to the held-out bytes."""
-    directory = write_text(tmp_path, b"".join(b"%d is %d squared\n" % (i * i, i) for i in range(2000)))
-    tokens = Tokens(4, vocabulary=400, directory=directory)
-    assert tokens.sizes == {"vocabulary": 400, "context": 4}
-    assert 256 <= int(tokens.train.max()) < 400
-    assert tokens.bytes_per_token > 1.5
-    assert tokens.bytes_per_token * len(tokens.held_out) == pytest.approx(len(Text(4, directory).held_out))
-    batch = tokens.batch(3, seeded())
-    assert batch.shape == (3, 5)
-    assert batch.dtype == torch.int64
-
-
-def test_a_vocabulary_has_the_bytes():
-    with pytest.raises(ValueError, match=r"data.vocabulary=100 is given; at least 256"):
-        Tokens(context=4, vocabulary=100)
-
-
-def test_bits_per_byte_count_the_bytes_of_a_token(tmp_path):
-    """A model that says nothing has log2(vocabulary) bits for every token, spread over its bytes."""
-    directory = write_text(tmp_path, b"".join(b"%d is %d squared\n" % (i * i, i) for i in range(2000)))
-    settings = ("data=tokens", "data.vocabulary=300", f"data.directory={directory}")
-    trainer = Trainer(smoke("language_modelling", "splus", *settings))
-    data = trainer.objective.data
-    torch.nn.init.zeros_(trainer.model.head.weight)
-    with torch.no_grad():
-        losses = trainer.objective.losses(trainer.model, data.validation(4))
-    assert float(losses["loss"]) == pytest.approx(math.log(300), rel=1e-6)
-    assert float(losses["bits_per_byte"]) == pytest.approx(math.log2(300) / data.bytes_per_token, rel=1e-6)
+def test_one_of_several_data_sets_must_be_chosen(tmp_path):
+    """As they are side by side in the root that torchvision is given."""
+    write_idx(tmp_path / "FashionMNIST" / "raw")
+    place = write_idx(tmp_path / "MNIST" / "raw")
+    with pytest.raises(ValueError, match=f"holds several data sets; give one of .*FashionMNIST/raw, {place}"):
+        Images(str(tmp_path))
+    assert len(Images(place).labels) == 6
 
 
 def test_missing_files_are_named_with_the_command_that_gets_them(tmp_path):
@@ -235,82 +156,6 @@ def test_half_a_file_is_refused_by_name(tmp_path):
     path.write_bytes(path.read_bytes()[:-1])
     with pytest.raises(ValueError, match=f"{path} is not a whole idx file"):
         Images(str(tmp_path))
-
-
-@pytest.mark.filterwarnings("error")
-def test_documents_become_one_text_without_the_empty_ones(tmp_path):
-    data = documents(2, "some/texts", directory=write_documents(tmp_path, "first", "", "zwei – Ä", None, "third" * 20))
-    assert content(data) == ("first\0zwei – Ä\0" + "third" * 20 + "\0").encode()
-    assert len(data.held_out) == int(0.05 * len(content(data)))
-
-
-def test_bytes_are_written_once_for_each_content(tmp_path, monkeypatch):
-    place = {"directory": write_documents(tmp_path / "set", "a" * 99), "cache": str(tmp_path / "bytes")}
-    first = content(documents(2, "some/texts", **place))
-    with monkeypatch.context() as patch:
-        patch.setattr(hugging_face, "write", None)
-        assert content(documents(2, "some/texts", **place)) == first
-    write_documents(tmp_path / "set", "b" * 99)
-    assert content(documents(2, "some/texts", **place)) == b"b" * 99 + b"\0"
-
-
-def test_text_larger_than_the_memory_is_mapped(tmp_path):
-    (tmp_path / "text.bytes").touch()
-    os.truncate(tmp_path / "text.bytes", 2**42)  # a sparse file: nothing is on the disk
-    assert len(hugging_face.mapped(tmp_path / "text.bytes")) == 2**42
-
-
-class Cached(datasets.GeneratorBasedBuilder):  # what load_dataset leaves in the cache of the library
-    def _info(self) -> datasets.DatasetInfo:
-        return datasets.DatasetInfo(features=datasets.Features({"body": datasets.Value("large_string")}))
-
-    def _split_generators(self, _: object) -> list[datasets.SplitGenerator]:
-        return [datasets.SplitGenerator(name, {"text": name}) for name in ("train", "test")]
-
-    def _generate_examples(self, text: str) -> Iterator[tuple[int, dict[str, str]]]:
-        yield 0, {"body": f"{self.config.name} {text} " * 9}
-
-
-def test_data_sets_in_the_cache_of_the_library_are_read_without_a_network(tmp_path, monkeypatch):
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path)
-    monkeypatch.setattr(socket, "getaddrinfo", look_up := Mock(side_effect=OSError))
-    for name in ("small", "large"):
-        Cached(str(tmp_path), "texts", name, hash="0", repo_id="some/texts").download_and_prepare()
-    data = documents(2, "some/texts", config="large", split="test", column="body")
-    assert content(data) == b"large test " * 9 + b"\0"
-    with pytest.raises(FileNotFoundError, match=r"multiple 'some/texts' configurations.*small"):
-        documents(2, "some/texts", column="body")
-    with pytest.raises(FileNotFoundError, match=r"Couldn't find.*load_dataset\('some/others', 'x', split='test'\)"):
-        documents(2, "some/others", config="x", split="test")
-    look_up.assert_not_called()
-
-
-def test_the_command_that_an_error_names_gets_the_data(tmp_path, monkeypatch):
-    directory = str(tmp_path / "texts")
-    with pytest.raises(FileNotFoundError, match=f"and give data.directory={directory}$") as error:
-        documents(2, "some/texts", config="small", directory=directory)
-    found = datasets.Dataset.from_dict({"text": ["a" * 99]})
-    monkeypatch.setattr(datasets, "load_dataset", load_dataset := Mock(return_value=found))
-    exec(re.findall(r'`python -c "(.*)"`', str(error.value))[0])
-    load_dataset.assert_called_once_with("some/texts", "small", split="train")
-    assert content(documents(2, "some/texts", config="small", directory=directory)) == b"a" * 99 + b"\0"
-
-
-def test_documents_that_cannot_be_used_are_refused(tmp_path):
-    place = {"directory": write_documents(tmp_path / "empty", "", None)}
-    with pytest.raises(ValueError, match=r"all 2 documents are empty in data.column=text"):
-        documents(2, "some/texts", **place)
-    assert not [path for path in (tmp_path / "empty").iterdir() if path.suffix in (".bytes", ".new")]
-    with pytest.raises(ValueError, match=r"data.column=id is no column of text in some/texts; those are: text"):
-        documents(2, "some/texts", column="id", **place)
-    with pytest.raises(FileNotFoundError, match=r"some/texts is not in data.directory"):
-        documents(2, "some/texts", directory=write_documents(tmp_path / "none"))
-    datasets.DatasetDict(train=datasets.Dataset.from_dict({"text": ["a" * 30]})).save_to_disk(tmp_path / "dict")
-    place["directory"] = str(tmp_path / "dict")
-    with pytest.raises(ValueError, match=r"data.split=test is not in some/texts, which has here: train"):
-        documents(2, "some/texts", split="test", **place)
-    with pytest.raises(ValueError, match="context=2 needs more held-out text than the 1 tokens"):
-        documents(2, "some/texts", **place)
 
 
 def test_folders_are_classes_in_the_order_of_their_names(folder):

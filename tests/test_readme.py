@@ -4,7 +4,8 @@ import re
 from pathlib import Path
 
 import pytest
-from hydra import compose, initialize_config_dir
+from omegaconf import OmegaConf
+from runs import configuration
 
 from splus import PAPER
 from splus.groups import WIDTH_RULES
@@ -30,6 +31,15 @@ def test_commands_exist() -> None:
     assert set(re.findall(r"make ([a-z]+)", README)) <= targets
 
 
+def test_training_commands_compose() -> None:
+    """Every command that trains is of settings that there are."""
+    commands = re.findall(r"^ {4}.*-m train ((?:.*\\\n)*.*)", README, re.MULTILINE)
+    assert len(commands) > 10
+    for command in commands:
+        settings = [word for word in command.replace("\\\n", " ").partition("#")[0].split() if "=" in word]
+        OmegaConf.to_container(configuration(*settings), resolve=True, throw_on_missing=True)
+
+
 def test_tests_exist() -> None:
     """Every test and file of tests that the guides name is there."""
     tests = {path.name: path.read_text() for path in (ROOT / "tests").glob("*.py")}
@@ -41,8 +51,7 @@ def test_tests_exist() -> None:
 
 def test_published_settings_of_the_benchmark_are_the_package_s() -> None:
     """optimizer=splus_published is PAPER, but for what belongs to a run: its rate, decay and averaging horizon."""
-    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-        settings = compose("config", overrides=["optimizer=splus_published"]).optimizer
+    settings = configuration("optimizer=splus_published").optimizer
     of_the_run = {"lr", "weight_decay", "ema_decay", "whiten"}
     assert set(settings) - {"_target_", "groups", *BESIDE} == set(PAPER) - {"whiten"}
     # param_groups gives these two a step by a power of the length of a row; the authors' file has one constant for all.

@@ -20,7 +20,7 @@ from torch import Generator, nn
 from splus.averaging import averaging_weight
 from train import checkpoint
 from train.loop import run
-from train.objectives import Objective
+from train.objectives import SAMPLING_STEPS, Objective
 from train.optimizers import build_optimizer
 from train.parallel import Ranks
 from train.schedules import constant, linear_decay
@@ -317,8 +317,31 @@ def test_flow_matching_sampler_follows_an_exact_velocity():
         def forward(self, x, times, labels):
             return (target - x) / (1 - times[:, None, None, None])
 
-    samples = objective.sample(Exact(), torch.arange(3))
+    (samples,) = objective.samples(Exact(), torch.arange(3))
     torch.testing.assert_close(samples, target.expand(3, -1, -1, -1), atol=1e-5, rtol=0)
+
+
+def test_guidance_goes_from_no_label_beyond_the_label(monkeypatch):
+    """With constant velocities c of label 3 and n of none, Euler steps end at noise + n + w (c - n), in every batch."""
+    monkeypatch.setattr("train.objectives.SAMPLING_BATCH", 2)
+    objective = Trainer(smoke("diffusion")).objective
+    calls = []
+
+    class Constant(nn.Module):
+        def forward(self, x, times, labels):
+            calls.append(set(labels.tolist()))
+            return torch.where(labels == 3, 0.0, -0.25)[:, None, None, None].expand_as(x)
+
+    def ends(guidance):
+        return torch.cat(list(objective.samples(Constant(), torch.full((3,), 3), guidance)))
+
+    conditional = ends(1.0)
+    assert calls == [{3}] * (2 * SAMPLING_STEPS)  # nothing is spent on samples without a label
+    for guidance in (0.0, 2.0):
+        expected = (conditional + 0.25 * (guidance - 1)).clamp(-1, 1)
+        inside = (conditional.abs() < 1) & (expected.abs() < 1)
+        torch.testing.assert_close(ends(guidance)[inside], expected[inside], atol=1e-5, rtol=0)
+    assert not conditional[0].equal(conditional[2])  # a batch has noise of its own
 
 
 def test_schedules_warm_up_then_stay_or_fall_to_zero():
@@ -403,3 +426,16 @@ def test_command_prints_the_final_measures_and_writes_its_directory_alone(tmp_pa
     assert "step/s" in done.stderr
     assert list((directory / "wandb").glob("offline-run-*"))
     assert {path.name for path in tmp_path.iterdir()} == {"runs"}
+
+
+def test_one_command_trains_several_configurations_and_keeps_the_error_of_one(tmp_path):
+    """Each in its own directory; the one that fails has its traceback there and fails the command, after the rest."""
+    several = ("optimizer=adam", "optimizer.lr=0.01,-1,0.02", "hydra/launcher=joblib", "hydra.launcher.n_jobs=1")
+    done = python("-m", "train", "-m", "preset=smoke", "steps=4", *several, directory=tmp_path)
+    assert done.returncode == 1, done.stdout
+    directories = [path for path in (tmp_path / "runs").iterdir() if path.is_dir()]
+    assert all(re.fullmatch("language_modelling-adam-[0-9a-f]{8}", path.name) for path in directories)
+    (failed,) = (path for path in directories if not (path / "result.json").exists())
+    assert len(directories) == 3
+    assert "ValueError: Invalid learning rate: -1" in (failed / "error.txt").read_text()
+    assert [path for path in directories if (path / "error.txt").exists()] == [failed]

@@ -2,13 +2,18 @@
 
 Trains one configuration of conf/ and prints what it reaches. The same command continues a run that was stopped.
 On several processes: torchrun --nproc-per-node=2 -m train parallel=ddp …
+Several configurations at once: python -m train -m optimizer=adam,splus hydra/launcher=joblib
 """
 
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
+from hydra.types import RunMode
 from omegaconf import DictConfig
 
 from train.config import config_hash
@@ -22,13 +27,28 @@ def main(config: DictConfig) -> None:
         choices = HydraConfig.get().runtime.choices
         config.directory = f"runs/{choices['objective']}-{choices['optimizer']}-{config_hash(config)}"
     directory = Path(config.directory)
-    with joined(config.parallel):
+    alone = HydraConfig.get().mode == RunMode.RUN  # the bars of several runs would overwrite each other
+    with errors_kept(directory), joined(config.parallel):
         first = Ranks.of(config).first
         if first:
             print(f"{config.steps} steps into {directory} ({config.preset.expected})")
-        result = run(config, directory)
+        result = run(config, directory, progress=alone)
     if first:
         report(result, directory)
+
+
+@contextmanager
+def errors_kept(directory: Path) -> Iterator[None]:
+    """Tracebacks, of any rank, are also in the directory's error.txt until the run has ended well."""
+    errors = directory / "error.txt"
+    try:
+        yield
+    except Exception:
+        directory.mkdir(parents=True, exist_ok=True)
+        with errors.open("a") as file:
+            file.write(traceback.format_exc())
+        raise
+    errors.unlink(missing_ok=True)
 
 
 def report(result: dict[str, Any], directory: Path) -> None:

@@ -1,7 +1,8 @@
 """The three objectives: a loss to train, measures on a fixed held-out set, and what there is to see at the end."""
 
 import math
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -9,14 +10,26 @@ import torch.nn.functional as F
 from einops import rearrange, repeat
 from torch import Generator, Tensor, nn
 
-from train.data.images import Images
 from train.data.text import Text
 from train.parallel import Ranks
 
 EVALUATION_BATCH = 256
 LABEL_DROPOUT = 0.1  # DiT and the paper's experiments
 SAMPLING_STEPS = 32
+SAMPLING_BATCH = 256
+LABELS_SHOWN = 10  # of the samples' picture
 SAMPLES_PER_LABEL = 8
+
+
+class LabelledImages(Protocol):
+    """Pixels or latents (N, C, Y, X), labels (N,)."""
+
+    @property
+    def sizes(self) -> dict[str, int]: ...
+
+    def batch(self, size: int, generator: Generator) -> tuple[Tensor, Tensor]: ...
+
+    def validation(self, examples: int) -> tuple[Tensor, Tensor]: ...
 
 
 class Objective:
@@ -91,7 +104,7 @@ class LanguageModelling(Objective):
 class ImageClassification(Objective):
     """Cross-entropy of the label, and accuracy."""
 
-    data: Images
+    data: LabelledImages
 
     def batch(self, size: int, generator: Generator) -> tuple[Tensor, ...]:
         return self.to_device(self.data.batch(size, generator))
@@ -112,7 +125,7 @@ class Diffusion(Objective):
     Held-out noise is fixed and held-out times are evenly spaced, so that two evaluations differ by the weights alone.
     """
 
-    data: Images
+    data: LabelledImages
 
     def batch(self, size: int, generator: Generator) -> tuple[Tensor, ...]:
         images, labels = self.data.batch(size, generator)
@@ -135,20 +148,38 @@ class Diffusion(Objective):
         return {"loss": F.mse_loss(velocity.float(), images - noise)}
 
     @torch.no_grad()
-    def sample(self, model: nn.Module, labels: Tensor) -> Tensor:
-        """Images (B, C, Y, X) in [-1, 1] of the given labels (B,), by Euler steps from a fixed noise."""
-        shape = (len(labels), *self.held_out[0].shape[1:])
-        x = torch.randn(shape, generator=Generator().manual_seed(0)).to(self.device)
-        for step in range(SAMPLING_STEPS):
-            times = torch.full((len(labels),), step / SAMPLING_STEPS, device=self.device)
-            x = x + model(x, times, labels) / SAMPLING_STEPS
-        return x.clamp(-1, 1)
+    def samples(self, model: nn.Module, labels: Tensor, guidance: float = 1.0) -> Iterator[Tensor]:
+        """Images in [-1, 1] of the given labels (B,), by Euler steps from fixed noise, in batches (b, C, Y, X).
+
+        With ``guidance`` w the velocity is v(∅) + w · (v(label) - v(∅)), ∅ the label of those dropped in training:
+        classifier-free guidance (arXiv 2207.12598, whose own weight is w - 1). 1 samples the conditional model.
+        """
+        noise = Generator().manual_seed(0)
+        for part in labels.to(self.device).split(SAMPLING_BATCH):
+            shape = (len(part), *self.held_out[0].shape[1:])
+            x = torch.randn(shape, generator=noise).to(self.device)
+            for step in range(SAMPLING_STEPS):
+                times = torch.full((len(part),), step / SAMPLING_STEPS, device=self.device)
+                x = x + self.velocity(model, x, times, part, guidance) / SAMPLING_STEPS
+            yield x.clamp(-1, 1)
+
+    def velocity(self, model: nn.Module, x: Tensor, times: Tensor, labels: Tensor, guidance: float) -> Tensor:
+        """The guided velocity (B, C, Y, X) at x (B, C, Y, X)."""
+        if guidance == 1:
+            velocity: Tensor = model(x, times, labels)
+            return velocity
+        none = torch.full_like(labels, self.data.sizes["classes"])
+        both = model(torch.cat([x, x]), torch.cat([times, times]), torch.cat([labels, none]))  # (2B, C, Y, X)
+        conditional, unconditional = both.chunk(2)
+        return unconditional + guidance * (conditional - unconditional)
 
     def picture(self, model: nn.Module) -> np.ndarray | None:
-        """A row of samples for each label."""
-        classes = self.data.sizes["classes"]
+        """A row of samples for each label, or for the first of many; None for latents, which show nothing."""
+        if self.data.sizes["channels"] not in (1, 3):
+            return None
+        classes = min(self.data.sizes["classes"], LABELS_SHOWN)
         labels = torch.arange(classes, device=self.device).repeat_interleave(SAMPLES_PER_LABEL)
-        images = (self.sample(model, labels) + 1) / 2  # (B, C, Y, X) in [0, 1]
+        images = (torch.cat(list(self.samples(model, labels))) + 1) / 2  # (B, C, Y, X) in [0, 1]
         images = repeat(images, "b c y x -> b c (y 2) (x 2)")  # larger, to be looked at
         grid: np.ndarray = rearrange(images, "(r n) c y x -> (r y) (n x) c", r=classes).cpu().squeeze(-1).numpy()
         return grid

@@ -83,6 +83,7 @@ def start_wandb(directory: Path, config: DictConfig) -> Any:
     return wandb.init(
         project=config.wandb.project,
         mode=config.wandb.mode,
+        group=config.wandb.group,
         name=directory.name,
         id=f"{directory.name}-{config_hash(config)}",
         resume="allow",

@@ -153,13 +153,18 @@ class Trainer:
 
     def evaluate(self) -> Iterator[tuple[str, float, dict[str, float]]]:
         """Name, clock and measures of each set of weights there is."""
-        yield "live", self.clock.seconds, self.measures()
+        for name, seconds in self.each_weights():
+            yield name, seconds, self.measures()
+
+    def each_weights(self) -> Iterator[tuple[str, float]]:
+        """Name and clock of each set of weights there is, which is in the model until the next is asked for."""
+        yield "live", self.clock.seconds
         if self.has_own_averages:
             with self.averaged_weights():
-                yield "averaged", self.clock.seconds, self.measures()
+                yield "averaged", self.clock.seconds
         for decay in self.averages.of:
             with self.averages.in_model(decay):
-                yield f"ema_{decay}", self.clock.seconds + self.averages.seconds_each, self.measures()
+                yield f"ema_{decay}", self.clock.seconds + self.averages.seconds_each
 
     def measures(self) -> dict[str, float]:
         """Of the weights that are in the model, on the held-out set."""

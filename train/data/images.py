@@ -21,9 +21,8 @@ class Images:
     """Images (N, C, Y, X) scaled to [-1, 1] with labels (N,).
 
     Args:
-        directory: a folder with Fashion-MNIST (or MNIST) as idx files, plain, ``.gz`` or ``.xz``, there or in
-            torchvision's ``FashionMNIST/raw``; or with CIFAR-10 as torchvision's ``cifar-10-batches-py``. Default: the
-            part of Fashion-MNIST that ships with the project.
+        directory: a folder with idx files (Fashion-MNIST, MNIST; plain, ``.gz`` or ``.xz``) or CIFAR's batches, or the
+            ``root`` in which torchvision has made one. Default: the part of Fashion-MNIST that ships with the project.
         shift: training images are moved by up to this many pixels each way.
         flip: training images are mirrored half of the time.
     """
@@ -76,24 +75,25 @@ def shipped_images() -> tuple[Labelled, Labelled]:
 
 def read_folder(root: Path) -> tuple[Labelled, Labelled]:
     """Training and held-out images, by the layout that the folder has."""
-    if (root / "cifar-10-batches-py").is_dir():
-        batches = root / "cifar-10-batches-py"
-        return read_cifar([batches / f"data_batch_{i}" for i in range(1, 6)]), read_cifar([batches / "test_batch"])
-    for folder in (root, root / "FashionMNIST" / "raw"):
-        if any(folder.glob("train-images-idx3-ubyte*")):
-            return read_idx(folder, "train"), read_idx(folder, "t10k")
-    raise FileNotFoundError(
-        f"data.directory={root} holds neither train-images-idx3-ubyte[.gz|.xz] nor cifar-10-batches-py/. "
-        + how_to_get(root)
-    )
+    found = {root / place: read for place, marker, read in LAYOUTS if any((root / place).glob(marker))}
+    if not found:
+        raise FileNotFoundError(
+            f"data.directory={root} holds neither train-images-idx3-ubyte[.gz|.xz] nor CIFAR's batches, nor does a "
+            f"folder of torchvision's in it. {how_to_get(root)}"
+        )
+    if len(found) > 1:
+        raise ValueError(f"data.directory={root} holds several data sets; give one of {', '.join(map(str, found))}")
+    ((folder, read),) = found.items()
+    return read(folder)
 
 
 def how_to_get(root: Path) -> str:
+    by_torchvision = "`python -c \"import torchvision; torchvision.datasets.{name}('{root}', download=True)\"`"
     return (
-        "Get Fashion-MNIST by `apt-get install dataset-fashion-mnist` (then in /usr/share/datasets/fashion-mnist)"
-        f" or `python -c \"import torchvision; torchvision.datasets.FashionMNIST('{root}', download=True)\"`; "
-        f"CIFAR-10 by `python -c \"import torchvision; torchvision.datasets.CIFAR10('{root}', download=True)\"`; "
-        "or leave data.directory unset for the images that ship"
+        "Get Fashion-MNIST by `apt-get install dataset-fashion-mnist` (then in /usr/share/datasets/fashion-mnist) or "
+        f"{by_torchvision.format(name='FashionMNIST', root=root)}; CIFAR-10 by "
+        f"{by_torchvision.format(name='CIFAR10', root=root)}, MNIST and CIFAR100 likewise; or leave data.directory "
+        "unset for the images that ship"
     )
 
 
@@ -120,8 +120,8 @@ def read_idx_file(folder: Path, name: str) -> Tensor:
     return data.view(shape)
 
 
-def read_cifar(paths: list[Path]) -> Labelled:
-    """CIFAR-10's pickled batches; rows of 3072 bytes are the red, green and blue planes of 32 × 32."""
+def read_cifar(paths: list[Path], key: bytes) -> Labelled:
+    """Pickled batches; rows of 3072 bytes are the red, green and blue planes of 32 × 32."""
     images, labels = [], []
     for path in paths:
         if not path.is_file():
@@ -129,5 +129,31 @@ def read_cifar(paths: list[Path]) -> Labelled:
         with open(path, "rb") as file:
             content = pickle.load(file, encoding="bytes")
         images.append(rearrange(torch.as_tensor(content[b"data"]), "n (c y x) -> n y x c", c=3, y=32))
-        labels.append(torch.tensor(content[b"labels"]))
+        labels.append(torch.tensor(content[key]))
     return torch.cat(images), torch.cat(labels)
+
+
+def idx(folder: Path) -> tuple[Labelled, Labelled]:
+    return read_idx(folder, "train"), read_idx(folder, "t10k")
+
+
+def cifar10(folder: Path) -> tuple[Labelled, Labelled]:
+    train = read_cifar([folder / f"data_batch_{i}" for i in range(1, 6)], b"labels")
+    return train, read_cifar([folder / "test_batch"], b"labels")
+
+
+def cifar100(folder: Path) -> tuple[Labelled, Labelled]:
+    return read_cifar([folder / "train"], b"fine_labels"), read_cifar([folder / "test"], b"fine_labels")
+
+
+IDX = "train-images-idx3-ubyte*"
+# A place, a file by which a data set there is recognised, and what reads it.
+LAYOUTS: tuple[tuple[str, str, Callable[[Path], tuple[Labelled, Labelled]]], ...] = (
+    ("", IDX, idx),
+    ("FashionMNIST/raw", IDX, idx),
+    ("MNIST/raw", IDX, idx),
+    ("", "data_batch_*", cifar10),
+    ("cifar-10-batches-py", "data_batch_*", cifar10),
+    ("", "meta", cifar100),
+    ("cifar-100-python", "meta", cifar100),
+)

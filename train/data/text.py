@@ -1,9 +1,13 @@
-"""Text as bytes: random windows to train on, evenly spaced windows to validate on."""
+"""Text as bytes or tokens: random windows to train on, evenly spaced windows to validate on."""
 
+import hashlib
 import lzma
-from functools import cache
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache, cached_property
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Generator, Tensor
 
@@ -11,24 +15,66 @@ FILES = Path(__file__).parent / "files"
 HELD_OUT = 0.05  # last part of a user's own text, as in the paper's experiments (arXiv 2506.07254)
 
 
-class Text:
-    """Byte-level text.
+@dataclass(frozen=True)
+class Corpus:
+    """Training and held-out text, uint8 (bytes,) each, in memory or mapped from files of any size.
 
-    Args:
-        context: bytes a model sees at once.
-        directory: a folder of ``*.txt`` (its sorted concatenation; the last 5% is held out); default: the State of the
-            Union addresses that ship with the project.
-        parts: training and held-out text, integers (tokens,), in memory or mapped from files of any size, instead.
+    Attributes:
+        folder: where to keep what is made of it.
+        identity: stands for the content if reading all of it would take long; default: its sha256.
     """
 
-    vocabulary = 256
-    bytes_per_token = 1.0
+    train: Tensor
+    held_out: Tensor
+    folder: Path
+    identity: str | None = None
+
+    @cached_property
+    def key(self) -> str:
+        """Sixteen hexadecimal digits that stand for the content."""
+        digest = hashlib.sha256(f"{len(self.train)} {self.identity}".encode())
+        if self.identity is None:
+            digest.update(self.train.numpy().data)
+            digest.update(self.held_out.numpy().data)
+        return digest.hexdigest()[:16]
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """Training and held-out text as integers (tokens,) below ``vocabulary``; bytes are tokens too."""
+
+    train: Tensor
+    held_out: Tensor
+    vocabulary: int = 256
+    bytes_per_token: float = 1.0
+
+
+Tokenizer = Callable[[Corpus], Tokens]  # None stands for bytes
+
+
+class Text:
+    """Windows of a text.
+
+    Args:
+        context: tokens a model sees at once.
+        directory: a folder of ``*.txt`` (its sorted concatenation; the last 5% is held out); default: the State of the
+            Union addresses that ship with the project.
+        tokenizer: of :mod:`train.data.tokens`; default: every byte is a token.
+        corpus: the text instead of what a directory holds.
+    """
 
     def __init__(
-        self, context: int, directory: str | None = None, *, parts: tuple[Tensor, Tensor] | None = None
+        self,
+        context: int,
+        directory: str | None = None,
+        tokenizer: Tokenizer | None = None,
+        *,
+        corpus: Corpus | None = None,
     ) -> None:
-        self.context = context
-        self.train, self.held_out = parts or read_parts(directory)
+        corpus = corpus or read_corpus(directory)
+        tokens = Tokens(corpus.train, corpus.held_out) if tokenizer is None else tokenizer(corpus)
+        self.context, self.vocabulary, self.bytes_per_token = context, tokens.vocabulary, tokens.bytes_per_token
+        self.train, self.held_out = tokens.train, tokens.held_out
         for part, piece in (("training", self.train), ("held-out", self.held_out)):
             if len(piece) <= context:
                 raise ValueError(f"context={context} needs more {part} text than the {len(piece)} tokens there are")
@@ -48,26 +94,27 @@ class Text:
         last = len(self.held_out) - self.context - 1
         return self.windows(self.held_out, torch.arange(examples) * last // max(1, examples - 1))
 
-    def windows(self, text: Tensor, starts: Tensor) -> Tensor:  # (bytes,), (N,)
-        return text[starts[:, None] + torch.arange(self.context + 1)].long()  # (N, context + 1)
+    def windows(self, text: Tensor, starts: Tensor) -> Tensor:  # (tokens,), (N,)
+        chosen = (starts[:, None] + torch.arange(self.context + 1)).numpy()  # (N, context + 1)
+        return torch.from_numpy(text.numpy()[chosen].astype(np.int64))  # numpy's: torch indexes few types of uint16
 
 
 def as_tensor(text: bytes) -> Tensor:
     return torch.frombuffer(bytearray(text), dtype=torch.uint8) if text else torch.empty(0, dtype=torch.uint8)
 
 
+def read_corpus(directory: str | None) -> Corpus:
+    """The text of a folder, or what ships."""
+    return shipped_text() if directory is None else Corpus(*split(read_folder(Path(directory))), Path(directory))
+
+
 @cache  # a process that trains many models unpacks it once
-def shipped_text() -> tuple[Tensor, Tensor]:
-    """Training and held-out text of the State of the Union addresses, split by document."""
+def shipped_text() -> Corpus:
+    """The State of the Union addresses, split by document."""
     train, held_out = (
         as_tensor(lzma.decompress((FILES / f"sotu_{part}.txt.xz").read_bytes())) for part in ("train", "val")
     )
-    return train, held_out
-
-
-def read_parts(directory: str | None) -> tuple[Tensor, Tensor]:
-    """Training and held-out text, uint8 (bytes,) each: of a folder, or what ships."""
-    return shipped_text() if directory is None else split(read_folder(Path(directory)))
+    return Corpus(train, held_out, FILES)
 
 
 def read_folder(directory: Path) -> Tensor:

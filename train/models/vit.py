@@ -45,7 +45,11 @@ class ViT(nn.Module):
         initialise(self, generator)
 
     def forward(self, images: Tensor) -> Tensor:  # (B, C, Y, X)
+        return self.head(self.features(images))  # (B, classes)
+
+    def features(self, images: Tensor) -> Tensor:  # (B, C, Y, X)
+        """The class token after the last norm, which the head reads."""
         x = self.patch_embedding(patches(images, self.patch))  # (B, T, W)
         x = torch.cat([repeat(self.class_token, "1 w -> b 1 w", b=len(x)), x], dim=1)  # (B, 1 + T, W)
         x = self.transformer(x + self.position)  # (B, 1 + T, W)
-        return self.head(x[:, 0])  # (B, classes)
+        return x[:, 0]  # (B, W)
