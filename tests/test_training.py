@@ -268,7 +268,8 @@ def test_training_starts_from_the_weights_of_another_run_and_nothing_else_of_it(
     here = f"start.directory={tmp_path / 'first'}"
     trainer = Trainer(smoke("language_modelling", "splus", here))
     assert trainer.hash() == first["hash"]
-    assert (trainer.step, trainer.optimizer.state_dict()["state"]) == (0, {})
+    assert trainer.step == 0
+    assert {state["step"] for state in trainer.optimizer.state.values()} == {0}
     moved = tmp_path / "moved"
     shutil.copytree(tmp_path / "first", moved)
     keys = {config_hash(smoke("language_modelling", "splus", *at)) for at in ([here], [f"start.directory={moved}"])}
