@@ -31,7 +31,7 @@ METHODS = (
 TRAINING = Training("smoke", (), {}, {}, Path("cells"))
 COMPARISON = Comparison(
     tuple(
-        Study(Condition(objective), method, TRAINING, limit=4, seeds=2)
+        Study(Condition(objective), method, TRAINING, limit=3, seeds=2)
         for objective in OBJECTIVES
         for method in METHODS
     )
