@@ -99,6 +99,7 @@ class Training:
 
 
 START_SEED = 1000
+DIVERGED = "every run diverged"
 
 
 @dataclass(frozen=True)
@@ -184,7 +185,7 @@ class Study:
         losses = self.swept(row, outcomes)
         index = bracket.best(losses)
         if index is None:
-            return Choice(None, row.weights, False, "no run ended with a finite loss")
+            return Choice(None, row.weights, False, DIVERGED if math.inf in losses.values() else "no run has ended")
         weights = best_weights(outcomes[self.cell(index, seed=0)], row.weights)
         if bracket.is_bracketed(losses):
             return Choice(index, weights, True)

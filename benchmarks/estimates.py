@@ -65,7 +65,7 @@ def resampled_means(values: np.ndarray) -> np.ndarray:
 
 
 def quantiles(values: np.ndarray) -> tuple[float, float]:
-    low, high = np.quantile(values, [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
+    low, high = np.quantile(values, [(1 - LEVEL) / 2, (1 + LEVEL) / 2], method="inverted_cdf")
     return float(low), float(high)
 
 

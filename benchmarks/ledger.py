@@ -21,7 +21,7 @@ from benchmarks.machine import processor
 from benchmarks.sweep import Outcomes, Running, Watcher
 
 CURVES = "curves.jsonl"
-DIGITS = 6  # of the numbers of curves
+DIGITS = 9  # of the numbers of curves; those of fp32 are whole
 
 
 def averaged_loss(outcome: Outcome) -> float | None:

@@ -154,9 +154,10 @@ def measured(
 
 
 def scored_weights(directory: Path) -> dict[str, float]:
-    """The weights of a run to sample with and their held-out losses: all, but not the live ones of an SPlus."""
+    """The weights of a run to sample with and their held-out losses: an optimizer's own averages, or else all."""
     final = json.loads((directory / "result.json").read_text())["final"]
-    return {name: measures["loss"] for name, measures in final.items() if name != "live" or "averaged" not in final}
+    own = {name: measures["loss"] for name, measures in final.items() if name == "averaged"}
+    return own or {name: measures["loss"] for name, measures in final.items()}
 
 
 def counted(batches: Iterable[Tensor], bar: tqdm[Any]) -> Iterator[Tensor]:

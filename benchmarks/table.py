@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from rich import box
 from rich.table import Table
 
-from benchmarks import bracket
+from benchmarks import bracket, comparison
 from benchmarks.cells import Cell, Outcome
 from benchmarks.comparison import CONSTANT, REFERENCE, Choice, Comparison, Condition, Study, best_weights
 from benchmarks.estimates import Difference, Estimate, estimate, paired_difference
@@ -56,7 +56,7 @@ class Entry:
     @property
     def status(self) -> str:
         if self.choice.index is None:
-            return DIVERGED if self.outcomes or "finite" in self.choice.note else UNKNOWN
+            return DIVERGED if self.choice.note == comparison.DIVERGED else UNKNOWN
         if any(outcome.status == "diverged" for outcome in self.outcomes):
             return DIVERGED
         if not self.steps.total:
@@ -64,9 +64,9 @@ class Entry:
         return REACHED if self.steps.complete else BEYOND
 
 
-def entries(comparison: Comparison, outcomes: Outcomes) -> list[Entry]:
+def entries(of: Comparison, outcomes: Outcomes) -> list[Entry]:
     """The rows of the tables, condition by condition."""
-    return [entry for condition in comparison.conditions for entry in _under(comparison, condition, outcomes)]
+    return [entry for condition in of.conditions for entry in _under(of, condition, outcomes)]
 
 
 @dataclass(frozen=True)
@@ -115,8 +115,8 @@ def _curve(run: Outcome | None, shorter: Sequence[Outcome | None], weights: str)
     return Curve(*map(tuple, zip(*sorted(ends))))
 
 
-def _under(comparison: Comparison, condition: Condition, outcomes: Outcomes) -> list[Entry]:
-    runs = {row.name: _Runs.of(study, row, outcomes) for study, row in comparison.rows(condition)}
+def _under(of: Comparison, condition: Condition, outcomes: Outcomes) -> list[Entry]:
+    runs = {row.name: _Runs.of(study, row, outcomes) for study, row in of.rows(condition)}
     adam, adam_ema = runs.get(REFERENCE), runs.get(f"{REFERENCE}_ema")
     adam_pace = seconds_per_step(adam.paces) if adam else math.nan
     return [_entry(condition, of_row, runs, adam, adam_ema, adam_pace) for of_row in runs.values()]

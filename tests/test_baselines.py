@@ -1,26 +1,53 @@
 """The optimizers of conf/optimizer/: each learns, resumes bit for bit and is used as its authors say."""
 
-import os
-import subprocess
-import sys
+import copy
+from contextlib import nullcontext
+from functools import cache
 
+import numpy as np
 import pytest
 import torch
+from omegaconf import DictConfig, OmegaConf
 from runs import OBJECTIVES, ROOT, configuration, smoke
+from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from train.config import config_hash, training_config
+from train.loop import run
+from train.optimizers import build_optimizer, check_parallel
 from train.trainer import Trainer, generator
 
 OPTIMIZERS = sorted(path.stem for path in (ROOT / "conf" / "optimizer").glob("*.yaml"))
 AVERAGING = {"schedulefree", "splus", "splus_published"}
 
 
+def but(*names: str) -> list[str]:
+    """The optimizers but those that another test has."""
+    return [name for name in OPTIMIZERS if name not in names]
+
+
+composed = cache(smoke)
+
+
+def settings(objective: str, optimizer: str, *overrides: str) -> DictConfig:
+    """What hydra composes, in a tenth of its time."""
+    config = copy.deepcopy(composed(objective))
+    OmegaConf.set_struct(config, False)
+    config.optimizer = OmegaConf.load(ROOT / "conf" / "optimizer" / f"{optimizer}.yaml")
+    config.merge_with_dotlist(list(overrides))
+    return config
+
+
 def trained(optimizer: str, steps: int, *overrides: str, objective: str = "language_modelling") -> Trainer:
-    trainer = Trainer(smoke(objective, optimizer, *overrides))
+    trainer = Trainer(settings(objective, optimizer, *overrides))
     for _ in range(steps):
         trainer.train_step()
     return trainer
+
+
+@pytest.fixture(scope="module")
+def diffusion() -> nn.Module:
+    return Trainer(smoke("diffusion")).model
 
 
 def held_out(trainer: Trainer) -> dict[str, float]:
@@ -28,66 +55,107 @@ def held_out(trainer: Trainer) -> dict[str, float]:
 
 
 @pytest.mark.parametrize("objective", OBJECTIVES)
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("optimizer", but("adam"))
 def test_every_optimizer_lowers_the_held_out_loss(optimizer, objective):
-    """With its live weights, with its own averages where it has them, with averages kept beside it where not."""
-    trainer = Trainer(smoke(objective, optimizer))
+    """Where its sweep begins; with its live weights, its own averages or those kept beside it."""
+    rate = f"optimizer.lr=${{optimizer.sweep.start.{objective}}}"
+    trainer = trained(optimizer, 0, rate, objective=objective)
     before = held_out(trainer)
-    for _ in range(40):
+    for _ in range(20):
         trainer.train_step()
     after = held_out(trainer)
     assert list(after) == (["live", "averaged"] if optimizer in AVERAGING else ["live", "ema_0.5", "ema_0.9"])
-    assert all(loss < 0.97 * before["live"] for loss in after.values()), (before, after)
+    assert all(loss < 0.99 * before["live"] for loss in after.values()), (before, after)
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("optimizer", but("adam", "splus"))
 def test_a_run_that_was_stopped_continues_bit_for_bit(tmp_path, optimizer):
-    """From a file of tensors and plain values alone, in a process whose generators stand elsewhere."""
-    whole = trained(optimizer, 13)
-    stopped = trained(optimizer, 7)
-    torch.save(stopped.state_dict(), tmp_path / "checkpoint.pt")
-    resumed = Trainer(stopped.config)
-    resumed.load_state_dict(torch.load(tmp_path / "checkpoint.pt", weights_only=True))
+    """From a checkpoint on the disk, in a process whose generators stand elsewhere."""
+    # Kron's draw, of one in a hundred, then matters every other step.
+    balance = ["optimizer.balance_prob=0.5"] if optimizer == "psgd_kron" else []
+    whole = trained(optimizer, 7, *balance)
+    whole.save(tmp_path)
+    for _ in range(6):
+        whole.train_step()
+    resumed = Trainer(whole.config)
+    torch.manual_seed(123)
+    np.random.seed(123)
+    assert resumed.resume(tmp_path)
     for _ in range(6):
         resumed.train_step()
     assert resumed.hash() == whole.hash()
     assert held_out(resumed) == held_out(whole)
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_weight_matrices_alone_decay(optimizer):
-    decayed, *rest = Trainer(smoke("diffusion", optimizer)).optimizer.param_groups
-    assert decayed["name"] == "whitened"
-    assert (decayed["weight_decay"] > 0) == (optimizer != "adam_plain")
-    assert {group["weight_decay"] for group in rest} == {0}
+@pytest.mark.parametrize("optimizer", but("splus", "splus_published"))
+def test_weight_matrices_alone_decay_and_apart_from_the_gradients(diffusion, optimizer):
+    """A step on gradients of zero multiplies them by 1 - lr · weight_decay; SGD's decay is part of the gradient."""
+    config = settings("diffusion", optimizer, "optimizer.lr=0.5", "optimizer.weight_decay=0.1").optimizer
+    model = copy.deepcopy(diffusion)
+    built = build_optimizer(config, model)
+    before = [[p.detach().clone() for p in group["params"]] for group in built.param_groups]
+    for _ in range(2 if optimizer == "soap" else 1):  # SOAP's first step makes its bases and nothing else
+        for parameter in model.parameters():
+            parameter.grad = parameter * 0 if optimizer == "sophia" else torch.zeros_like(parameter)
+        built.step()
+    factor = 1 - 0.5 * 0.1 * (1.9 if optimizer == "sgd" else 1)  # Nesterov's first step is 1 + momentum
+    for group, (name, weights) in zip(built.param_groups, zip(("whitened", "embeddings", "head"), before)):
+        assert group["name"] == name
+        for p, w in zip(group["params"], weights):
+            torch.testing.assert_close(p.detach(), w * factor if name == "whitened" else w)
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_where_a_sweep_begins_is_said_and_changes_no_training(optimizer):
-    config = configuration(f"optimizer={optimizer}")
-    assert set(config.optimizer.sweep.start) == set(OBJECTIVES)
-    assert all(rate > 0 for rate in config.optimizer.sweep.start.values())
-    other = configuration(f"optimizer={optimizer}", "optimizer.sweep.start.diffusion=123")
+def test_the_schedule_reaches_every_parameter(optimizer):
+    """At a learning rate of zero nothing moves, at another everything does: of Schedule-Free its iterates z."""
+    trainer = trained(optimizer, 2)
+    iterates = [trainer.optimizer.state[p].get("z", p) for p in trainer.model.parameters()]
+    for rate in (0.0, 1e-3):
+        before = [iterate.detach().clone() for iterate in iterates]
+        trainer.scheduler.base_lrs = [rate] * len(trainer.scheduler.base_lrs)
+        trainer.scheduler.step()
+        trainer.train_step()
+        assert [torch.equal(now, was) for now, was in zip(iterates, before)] == [rate == 0] * len(before)
+
+
+def test_where_a_sweep_begins_is_said_and_changes_no_training():
+    for optimizer in OPTIMIZERS:
+        start = OmegaConf.load(ROOT / "conf" / "optimizer" / f"{optimizer}.yaml").sweep.start
+        assert set(start) == set(OBJECTIVES)
+        assert all(rate > 0 for rate in start.values())
+    config, other = (configuration(f"optimizer.sweep.start.diffusion={rate}") for rate in (1, 2))
     assert config_hash(config) == config_hash(other)
     assert "sweep" not in training_config(config)["optimizer"]
 
 
 def test_an_optimizer_is_added_by_a_file_alone(tmp_path):
-    """A YAML in a directory of the user's own, with the optimizer of another library."""
+    """A YAML in a directory of the user's own, with the optimizer of another library and nothing about sweeps."""
     (tmp_path / "optimizer").mkdir()
-    (tmp_path / "optimizer" / "nadam.yaml").write_text(
-        "_target_: torch.optim.NAdam\nlr: 0.003\nweight_decay: 0.1\ndecoupled_weight_decay: true\n"
-        "sweep: {start: {language_modelling: 0.003}}\n"
-    )
-    command = [sys.executable, "-m", "train", "preset=smoke", "optimizer=nadam"]
-    command += [f"hydra.searchpath=[file://{tmp_path}]", f"directory={tmp_path / 'run'}"]
-    done = subprocess.run(command, cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert "finished at step 12 of 12" in done.stdout
+    file = "_target_: torch.optim.NAdam\nlr: 0.003\nweight_decay: 0.1\ndecoupled_weight_decay: true\n"
+    (tmp_path / "optimizer" / "nadam.yaml").write_text(file)
+    config = smoke("language_modelling", "nadam", f"hydra.searchpath=[file://{tmp_path}]")
+    OmegaConf.set_struct(config, False)
+    assert run(config, tmp_path / "run", progress=False)["status"] == "finished"
+    del config.optimizer.weight_decay
+    with pytest.raises(ValueError, match=r"torch\.optim\.NAdam has no weight_decay; add"):
+        Trainer(config)
+
+
+@pytest.mark.parametrize(
+    ("mode", "refused"), [("ddp", ["sophia"]), ("fsdp", ["psgd_kron", "shampoo", "soap", "sophia"])]
+)
+def test_optimizers_are_refused_where_they_do_not_work(mode, refused):
+    """Those that need whole matrices or second derivatives; torch's Muon multiplies DTensors."""
+    config = configuration(f"parallel={mode}")
+    for optimizer in OPTIMIZERS:
+        config.optimizer = OmegaConf.load(ROOT / "conf" / "optimizer" / f"{optimizer}.yaml")
+        refusal = pytest.raises(ValueError, match=rf"not work with parallel={mode} .*; set parallel=none")
+        with refusal if optimizer in refused else nullcontext():
+            check_parallel(config)
 
 
 def test_sgd_has_nesterovs_momentum():
-    optimizer = Trainer(smoke("language_modelling", "sgd")).optimizer
+    optimizer = trained("sgd", 0).optimizer
     assert {(group["momentum"], group["nesterov"]) for group in optimizer.param_groups} == {(0.9, True)}
 
 
@@ -107,13 +175,13 @@ def test_schedule_free_is_evaluated_at_the_mean_of_its_iterates():
 
 def test_the_constant_schedules_warmup_is_schedule_frees_own():
     """Which weights the first iterates less."""
-    own = trained("schedulefree", 6, "schedule.warmup=0", "+optimizer.warmup_steps=4")
+    own = trained("schedulefree", 6, "schedule.warmup=0", "optimizer.warmup_steps=4")
     assert own.hash() == trained("schedulefree", 6).hash()
 
 
 def test_sophia_has_an_estimate_of_the_hessian_every_ten_steps():
     """Hutchinson's z · Hz of the batch's loss; in the steps between, gradients have no graph."""
-    trainer = Trainer(smoke("diffusion", "sophia"))
+    trainer = trained("sophia", 0, objective="diffusion")
     optimizer, parameters = trainer.optimizer, list(trainer.model.parameters())
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     torch.manual_seed(7)
@@ -186,7 +254,7 @@ def test_shampoo_has_the_roots_of_its_factors_every_ten_steps():
 
 def test_soap_turns_its_bases_every_ten_steps():
     """Of embeddings and the head too; step 1 makes the first ones and moves nothing."""
-    trainer = Trainer(smoke("language_modelling", "soap"))
+    trainer = trained("soap", 0)
     start = trainer.hash()
     trainer.train_step()
     assert trainer.hash() == start

@@ -5,6 +5,7 @@ import json
 import math
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -14,12 +15,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hydra import compose, initialize_config_dir
 from omegaconf import DictConfig
 
 from benchmarks import bracket
 from benchmarks.attempt import DirectoryInUse, only_user_of
 from benchmarks.cells import ROOT, Cell, Outcome, earlier_outcome
-from benchmarks.comparison import ADAM, ADAM_EMA, ROWS, SPLUS, Comparison
+from benchmarks.command import SettingError
+from benchmarks.compare import comparison_from
+from benchmarks.comparison import Comparison, Condition, Study
+from benchmarks.methods import method
 from benchmarks.pool import Pool
 from benchmarks.sweep import run_cells
 
@@ -97,50 +102,153 @@ def test_what_is_tried_does_not_depend_on_the_order_in_which_runs_end() -> None:
 
 # The plan: which runs, chosen how
 
-COMPARISON = Comparison("smoke", ("diffusion",), {"diffusion": {"adam": 0.001, "splus": 0.1}}, limit=8, seeds=2)
+
+def settings(*overrides: str) -> DictConfig:
+    with initialize_config_dir(str(ROOT / "conf" / "comparison"), version_base="1.3"):
+        return compose("compare", overrides=["preset=smoke", "objectives=[diffusion]", *overrides])
+
+
+DIFFUSION = Condition("diffusion")
+FIRST = "+first_rates.diffusion={adam:0.001,splus:0.1,muon:0.1}"
+
+
+def planned(*overrides: str) -> Comparison:
+    return comparison_from(settings("seeds=2", "rates=8", FIRST, *overrides))
+
+
+BEST = {"adam": (-9, -8), "splus": (-2, -4), "muon": (-3, -3)}
 
 
 def outcome_of(cell: Cell) -> Outcome:
-    """Adam is best at 0.001 live and at 0.00215 averaged (with decay 0.9), SPlus at 0.215."""
-    index = bracket.nearest_index(float(cell.config.optimizer.lr))
-    final = {"live": {"loss": 1.0 + abs(index + (9 if cell.group.endswith("adam") else 2))}}
-    if cell.group.endswith("adam"):
-        final |= {"ema_0.5": {"loss": 9.0}, "ema_0.9": {"loss": 0.9 + abs(index + 8)}}
-    else:
-        final |= {"averaged": {"loss": 0.5 + abs(index + 2)}}
+    """Adam is best at 0.001 live and at 0.00215 averaged (with decay 0.9), SPlus at 0.0464 and 0.215."""
+    index, name = bracket.nearest_index(float(cell.config.optimizer.lr)), cell.group.split("/")[1]
+    live, averaged = BEST.get(name, (0, 0))
+    final = {"live": {"loss": 1.0 + abs(index - live)}, "ema_0.5": {"loss": 9.0}}
+    final["averaged" if name == "splus" else "ema_0.9"] = {"loss": 0.9 + abs(index - averaged)}
     return Outcome(Path(cell.name), "finished", 1.0, {"status": "finished", "final": final})
 
 
-def test_each_row_is_run_with_all_seeds_at_its_own_best_rate() -> None:
+def run_all(comparison: Comparison) -> dict[Cell, Outcome]:
     outcomes: dict[Cell, Outcome] = {}
-    while new := [cell for cell in COMPARISON.wanted(outcomes) if cell not in outcomes]:
-        assert sum(COMPARISON.expected(outcomes).values()) >= len(outcomes) + len(new)
+    while new := [cell for cell in comparison.wanted(outcomes) if cell not in outcomes]:
+        assert sum(comparison.expected(outcomes).values()) >= len(outcomes) + len(new)
         outcomes |= {cell: outcome_of(cell) for cell in new}
-    choices = {row: COMPARISON.choice("diffusion", row, outcomes) for row in ROWS}
-    assert [(choice.index, choice.weights) for choice in choices.values()] == [
-        (-9, "live"),
-        (-8, "ema_0.9"),
-        (-2, "averaged"),
-        (-2, "live"),
-    ]
+    return outcomes
+
+
+def study_of(comparison: Comparison, name: str, condition: Condition = DIFFUSION) -> Study:
+    (found,) = [study for study in comparison.under(condition) if study.method.name == name]
+    return found
+
+
+def test_each_row_is_run_with_all_seeds_at_its_own_best_rate() -> None:
+    comparison = planned()
+    outcomes = run_all(comparison)
+    choices = {row.name: study.choice(row, outcomes) for study, row in comparison.rows(DIFFUSION)}
+    assert {name: (choice.index, choice.weights) for name, choice in choices.items()} == {
+        "adam": (-9, "live"),
+        "adam_ema": (-8, "ema_0.9"),
+        "splus": (-4, "averaged"),
+        "splus_live": (-2, "live"),
+    }
     assert all(choice.bracketed for choice in choices.values())
-    assert [cell.name.split("-")[1:] for cell in COMPARISON.seed_cells("diffusion", ADAM_EMA, outcomes)] == [
-        ["adam", "lr0.002154", "seed0"],
-        ["adam", "lr0.002154", "seed1"],
+    adam = study_of(comparison, "adam")
+    assert [cell.name for cell in adam.seed_cells(adam.method.rows[1], outcomes)] == [
+        "diffusion-adam-lr0.002154-seed0",
+        "diffusion-adam-lr0.002154-seed1",
     ]
     tried = {bracket.nearest_index(float(c.config.optimizer.lr)) for c in outcomes if c.group == "diffusion/adam"}
     assert tried == {-10, -9, -8, -7}
-    seeds = [cell for cell in outcomes if cell.config.seed == 1]
-    assert len(seeds) == 3
-    assert sum(COMPARISON.expected(outcomes).values()) == len(outcomes) == 4 + 4 + 3
+    assert len([cell for cell in outcomes if cell.config.seed == 1]) == 4
+    assert sum(comparison.expected(outcomes).values()) == len(outcomes) == 4 + 5 + 4
+
+
+def test_other_conditions_search_from_the_best_rate_of_the_first() -> None:
+    comparison = planned("+parts.other={optimizers:[adam],batches:[0.5],schedules:[linear_decay]}")
+    condition = Condition("diffusion", schedule="linear_decay", batch=0.5)
+    other = study_of(comparison, "adam", condition)
+    assert other.wanted({}) == []
+    outcomes = run_all(comparison)
+    first = other.wanted(outcomes)[0].config
+    assert (first.optimizer.lr, first.batch_size) == (bracket.rate(-9), 8)
+    assert first.schedule["_target_"].endswith("linear_decay")
+
+
+def test_schedules_judged_at_their_end_are_run_with_smaller_budgets() -> None:
+    comparison = planned("+parts.decay={optimizers:[splus],schedules:[linear_decay],budgets:[0.25,0.5]}")
+    outcomes = run_all(comparison)
+    study = study_of(comparison, "splus", Condition("diffusion", schedule="linear_decay"))
+    runs = [cell.config for cell in study.wanted(outcomes) if cell.config.steps < 12]
+    assert sorted((c.steps, c.seed) for c in runs) == sorted(2 * [(3, 0), (3, 1), (6, 0), (6, 1)])
+    assert {c.optimizer.lr for c in runs} == {bracket.rate(-4), bracket.rate(-2)}
+    assert {c.optimizer.ema_decay for c in runs} == {0.5}
+
+
+def test_later_starts_share_one_adam_run_of_another_seed() -> None:
+    comparison = planned("+parts.later={optimizers:[adam,muon],starts:[early,late]}")
+    outcomes = run_all(comparison)
+    after = {cell.after for cell in outcomes if cell.after is not None}
+    assert sorted((cell.config.steps, cell.config.seed) for cell in after) == [(12, 1000), (48, 1000)]
+    assert all(cell.config.keep_checkpoint and cell.config.optimizer.lr == 0.02154 for cell in after)
+    for cell in outcomes:
+        assert (cell.config.start.directory is None) == (cell.after is None)
+        if cell.after is not None:
+            assert cell.config.start.key == cell.after.hash
+
+
+def test_without_a_search_all_rates_of_a_grid_are_run() -> None:
+    comparison = planned("+parts.main.searched=false", "rates=5")
+    tried = [
+        bracket.nearest_index(float(cell.config.optimizer.lr)) for cell in study_of(comparison, "splus").wanted({})
+    ]
+    assert sorted(tried) == [-5, -4, -3, -2, -1]
+    assert tried[0] == -3
+
+
+def test_variants_are_optimizers_with_other_settings() -> None:
+    variant = '+variants.one={optimizer:splus,label:One,settings:["+optimizer.sides=shorter"]}'
+    comparison = planned("parts.main.optimizers=[one]", variant)
+    (study,) = comparison.studies
+    assert [(row.name, row.label) for row in study.method.rows] == [("one", "One"), ("one_live", "One (live)")]
+    assert study.wanted({})[0].config.optimizer.sides == "shorter"
+    assert study.method.start["diffusion"] == 0.4
+
+
+def test_a_file_of_an_optimizer_is_all_that_a_comparison_needs(tmp_path: Path) -> None:
+    """Its own rate where a sweep begins, its name as label; judged live and by averages if it has none of its own."""
+    (tmp_path / "mine.yaml").write_text("_target_: torch.optim.Adagrad\nlr: 0.5\nweight_decay: 0.0\n")
+    (tmp_path / "free.yaml").write_text("_target_: schedulefree.AdamWScheduleFree\nlr: 0.5\n")
+    mine, free = (method(name, ["diffusion"], {}, tmp_path) for name in ("mine", "free"))
+    assert [(row.name, row.label, row.weights) for row in mine.rows] == [
+        ("mine", "mine", "live"),
+        ("mine_ema", "mine + EMA", "averaged"),
+    ]
+    assert mine.start == {"diffusion": 0.5}
+    assert mine.settings == ("optimizer=mine",)
+    assert [row.weights for row in free.rows] == ["averaged"]
+    (tmp_path / "mine.yaml").write_text("_target_: torch.optim.Adagrad\nlr: 0.5\nsweep: {weights: [best]}\n")
+    with pytest.raises(SettingError, match=r"mine: sweep.weights=\['best'\] given; some of live, averaged"):
+        method("mine", ["diffusion"], {}, tmp_path)
 
 
 def test_a_crash_of_all_runs_leaves_a_row_without_a_rate() -> None:
+    comparison = planned()
     crashed = Outcome(Path("."), "crashed", 1.0, {}, "ValueError: no\n")
-    outcomes = dict.fromkeys(COMPARISON.wanted({}), crashed)
-    assert COMPARISON.wanted(outcomes) == list(outcomes)
-    assert COMPARISON.choice("diffusion", SPLUS, outcomes).index is None
-    assert COMPARISON.seed_cells("diffusion", ADAM, outcomes) == []
+    outcomes = dict.fromkeys(comparison.wanted({}), crashed)
+    assert set(comparison.wanted(outcomes)) == set(outcomes)
+    for study, row in comparison.rows(DIFFUSION):
+        assert study.choice(row, outcomes).index is None
+        assert study.seed_cells(row, outcomes) == []
+
+
+@pytest.mark.parametrize("preset", sorted(path.stem for path in (ROOT / "conf/comparison/preset").glob("*.yaml")))
+def test_every_preset_has_cells_whose_configurations_compose(preset: str) -> None:
+    with initialize_config_dir(str(ROOT / "conf" / "comparison"), version_base="1.3"):
+        config = compose("compare", overrides=[f"preset={preset}", "objectives=[language_modelling]"])
+    studies = comparison_from(config).studies
+    for study in {study.method.name: study for study in studies}.values():
+        cell = study.cell(0, seed=0)
+        assert (cell.config.optimizer.lr, cell.config.seed) == (1.0, 0)
 
 
 def test_a_cell_is_keyed_by_what_it_trains_not_by_how_that_was_said() -> None:
@@ -218,16 +326,11 @@ def start_comparison(output: Path, *settings: str) -> subprocess.Popen[str]:
     )
 
 
-def deterministic_rows(output: Path) -> list[dict[str, str]]:
-    """The table of language modelling, without what depends on the clock."""
-    with open(output / "comparison.csv") as file:
-        rows = [row for row in csv.DictReader(file) if row["objective"] == "language_modelling"]
-    return [{k: v for k, v in row.items() if "seconds_per" not in k and "time" not in k} for row in rows]
-
-
-def weights_of_runs(output: Path) -> dict[str, str]:
-    with open(output / "cells.csv") as file:
-        return {r["name"]: r["weights_hash"] for r in csv.DictReader(file) if r["objective"] == "language_modelling"}
+def deterministic_rows(output: Path, name: str) -> list[dict[str, str]]:
+    """The lines of a CSV about language modelling, without what depends on the clock."""
+    with open(output / name) as file:
+        rows = [row for row in csv.DictReader(file) if "language_modelling" in row.values()]
+    return [{k: v for k, v in row.items() if "seconds" not in k and "tta" not in k} for row in rows]
 
 
 def kill_in_the_middle_of_a_run(process: subprocess.Popen[str], output: Path) -> None:
@@ -245,7 +348,7 @@ def test_the_smoke_comparison_and_one_killed_and_resumed_give_the_same_table(tmp
     process = start_comparison(whole)
     output, _ = process.communicate(timeout=110)
     assert process.returncode == 0, output
-    for name in ("report.html", "comparison.csv", "cells.csv", "figures/diffusion-steps.png"):
+    for name in ("report.html", "summary.csv", "runs.csv", "differences.csv", "figures/diffusion-steps.png"):
         assert (whole / name).stat().st_size > 0
     assert "less than a minute" in output
     assert str(whole / "report.html") in output
@@ -257,9 +360,18 @@ def test_the_smoke_comparison_and_one_killed_and_resumed_give_the_same_table(tmp
     resumed = start_comparison(killed, only)
     output, _ = resumed.communicate(timeout=60)
     assert resumed.returncode == 0, output
-    assert len(deterministic_rows(whole)) == len(ROWS)
-    assert deterministic_rows(killed) == deterministic_rows(whole)
-    assert weights_of_runs(killed) == weights_of_runs(whole)
+    assert len(deterministic_rows(whole, "summary.csv")) == 4
+    for name in ("summary.csv", "details.csv"):
+        assert deterministic_rows(killed, name) == deterministic_rows(whole, name)
+    runs = [sorted(deterministic_rows(of, "runs.csv"), key=lambda run: run["run"]) for of in (whole, killed)]
+    assert runs[0] == runs[1]
+
+    shutil.rmtree(whole / "cells")
+    before = {path.name: path.read_bytes() for path in whole.glob("*.csv")}
+    again = start_comparison(whole)
+    output, _ = again.communicate(timeout=60)
+    assert again.returncode == 0, output
+    assert {path.name: path.read_bytes() for path in whole.glob("*.csv")} == before  # runs.csv stands for the runs
 
 
 @pytest.mark.parametrize(
@@ -268,17 +380,13 @@ def test_the_smoke_comparison_and_one_killed_and_resumed_give_the_same_table(tmp
         ("rates=0", "rates=0 given; at least 1"),
         ("workers=0", "workers=0 given; at least 1"),
         ("objectives=[chess]", "objectives=.* given; choose among"),
-        ("start.diffusion.adam=-1", "start.diffusion.adam=-1.0 given; a positive rate"),
+        ("+first_rates.diffusion.adam=-1", "first_rates of adam.* given; positive rates"),
+        ("+first_rates.difusion.adam=1", "first_rates.difusion.adam given; first_rates.<objective>"),
+        ("only=[most]", "only=most given; the parts of this preset are main"),
+        ("parts.main.optimizers=[adan]", "optimizer adan given; choose among adam, .*, or write"),
+        ("+parts.main.starts=[middle]", "starts: middle given; choose among initialisation, early, late"),
     ],
 )
-def test_settings_that_make_no_sense_are_refused_before_anything_runs(
-    tmp_path: Path, setting: str, message: str
-) -> None:
-    from hydra import compose, initialize_config_dir
-
-    from benchmarks.compare import SettingError, comparison_from
-
-    with initialize_config_dir(str(ROOT / "conf" / "comparison"), version_base="1.3"):
-        config = compose("compare", overrides=["preset=smoke", setting])
+def test_settings_that_make_no_sense_are_refused_before_anything_runs(setting: str, message: str) -> None:
     with pytest.raises(SettingError, match=message):
-        comparison_from(config)
+        comparison_from(settings(setting))

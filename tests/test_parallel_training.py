@@ -206,6 +206,11 @@ def test_wrong_settings_are_refused_on_every_rank(tmp_path, settings):
         assert ERRORS[settings] in found
 
 
+def test_an_optimizer_that_needs_whole_matrices_is_refused_on_every_rank(tmp_path):
+    for found in on_ranks(2, message, tmp_path, "language_modelling", "soap", "parallel=fsdp"):
+        assert "pytorch_optimizer.SOAP does not work with parallel=fsdp" in found
+
+
 def test_an_error_of_the_first_rank_is_one_of_all(tmp_path):
     """Nobody waits for a rank that has raised."""
     run(smoke(), tmp_path, progress=False)

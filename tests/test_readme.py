@@ -1,5 +1,6 @@
 """What the README and the guides show works as printed."""
 
+import itertools
 import re
 from pathlib import Path
 
@@ -9,6 +10,7 @@ from runs import configuration
 
 from splus import PAPER
 from splus.groups import WIDTH_RULES
+from train.config import BESIDE
 
 ROOT = Path(__file__).parent.parent
 README = "\n".join(path.read_text() for path in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))))
@@ -31,12 +33,15 @@ def test_commands_exist() -> None:
 
 
 def test_training_commands_compose() -> None:
-    """Every command that trains is of settings that there are."""
+    """Every command that trains is of settings that there are, each of several at once too."""
     commands = re.findall(r"^ {4}.*-m train ((?:.*\\\n)*.*)", README, re.MULTILINE)
     assert len(commands) > 10
     for command in commands:
-        settings = [word for word in command.replace("\\\n", " ").partition("#")[0].split() if "=" in word]
-        OmegaConf.to_container(configuration(*settings), resolve=True, throw_on_missing=True)
+        words = command.replace("\\\n", " ").partition("#")[0].split()
+        given = [word.partition("=") for word in words if "=" in word and not word.startswith("hydra/")]
+        choices = [[f"{name}={value}" for value in values.split(",")] for name, _, values in given]
+        for settings in itertools.product(*choices):
+            OmegaConf.to_container(configuration(*settings), resolve=True, throw_on_missing=True)
 
 
 def test_tests_exist() -> None:
@@ -52,7 +57,7 @@ def test_published_settings_of_the_benchmark_are_the_package_s() -> None:
     """optimizer=splus_published is PAPER, but for what belongs to a run: its rate, decay and averaging horizon."""
     settings = configuration("optimizer=splus_published").optimizer
     of_the_run = {"lr", "weight_decay", "ema_decay", "whiten"}
-    assert set(settings) - {"_target_", "groups"} == set(PAPER) - {"whiten"}
+    assert set(settings) - {"_target_", "groups", *BESIDE} == set(PAPER) - {"whiten"}
     # param_groups gives these two a step by a power of the length of a row; the authors' file has one constant for all.
     assert settings.groups == {
         name: {"elementwise_scale": PAPER["elementwise_scale"], "width_power": 0} for name in WIDTH_RULES

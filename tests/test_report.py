@@ -9,22 +9,34 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
+from omegaconf import OmegaConf
 from rich.console import Console
 
 from benchmarks import bracket
 from benchmarks.cells import Cell, Outcome, earlier_outcome
-from benchmarks.comparison import ADAM, ADAM_EMA, SPLUS, SPLUS_LIVE, Comparison
+from benchmarks.comparison import Comparison, Condition, Study, Training
+from benchmarks.methods import Method, Row
 from benchmarks.report import write_report
-from benchmarks.table import Entry, entries, headline, notes, terminal_tables, write_cells_csv, write_comparison_csv
+from benchmarks.summary import headline, write_differences, write_summary
+from benchmarks.table import Entry, entries, notes, terminal_tables
 
 STEPS = tuple(range(0, 101, 10))
-COMPARISON = Comparison(
-    "smoke",
-    ("image_classification", "diffusion"),
-    {name: {"adam": 0.001, "splus": 0.1} for name in ("image_classification", "diffusion")},
-    limit=3,
-    seeds=2,
+OBJECTIVES = ("image_classification", "diffusion")
+ADAM = Row("adam", "Adam", "live"), Row("adam_ema", "Adam + EMA", "averaged")
+SPLUS = Row("splus", "SPlus", "averaged"), Row("splus_live", "SPlus (live)", "live")
+METHODS = (
+    Method("adam", ("optimizer=adam",), ADAM, dict.fromkeys(OBJECTIVES, 0.001)),
+    Method("splus", ("optimizer=splus",), SPLUS, dict.fromkeys(OBJECTIVES, 0.1)),
 )
+TRAINING = Training("smoke", (), {}, {}, Path("cells"))
+COMPARISON = Comparison(
+    tuple(
+        Study(Condition(objective), method, TRAINING, limit=3, seeds=2)
+        for objective in OBJECTIVES
+        for method in METHODS
+    )
+)
+SETTINGS = OmegaConf.create({"title": "SPlus against Adam", "preset": "smoke", "rates": 4})
 
 
 def straight(final: float, reached_at: float = 1.0) -> list[float]:
@@ -65,7 +77,7 @@ def run_of(cell: Cell, root: Path) -> Outcome:
         return write_run(
             directory, 0.1, {"live": straight(1 + worse), "ema_0.5": straight(1.2), "ema_0.9": straight(0.9 + worse)}
         )
-    outcome = write_run(directory, 0.2, {"live": straight(1.2), "averaged": straight(worse, 1.0)})
+    outcome = write_run(directory, 0.2, {"live": straight(1.2 + worse), "averaged": straight(worse, 1.0)})
     (directory / "samples.png").write_bytes(b"not really an image")
     return outcome
 
@@ -87,12 +99,12 @@ def rows(outcomes: dict[Cell, Outcome]) -> list[Entry]:
 @pytest.fixture(scope="module")
 def report(rows: list[Entry], outcomes: dict[Cell, Outcome], tmp_path_factory: pytest.TempPathFactory) -> Path:
     output = tmp_path_factory.mktemp("output")
-    return write_report(COMPARISON, rows, outcomes, output, {"workers": 2, "preset": "smoke"})
+    return write_report(COMPARISON, rows, outcomes, output, SETTINGS, workers=2)
 
 
 def test_ratios_are_those_of_the_curves(rows: list[Entry]) -> None:
     adam, ema, splus, live = rows[:4]
-    assert [entry.row for entry in rows[:4]] == [ADAM, ADAM_EMA, SPLUS, SPLUS_LIVE]
+    assert [entry.row for entry in rows[:4]] == [*ADAM, *SPLUS]
     assert (adam.steps.mean, adam.time.mean, adam.steps_ema.missing) == (1.0, 1.0, 2)  # 0.9 is never reached by Adam
     assert adam.steps_ema.mean != adam.steps_ema.mean  # no number, rather than a wrong one
     assert ema.steps.mean == pytest.approx(1 / 1.1)  # from 2 to 0.9, the target 1.0
@@ -107,9 +119,11 @@ def test_ratios_are_those_of_the_curves(rows: list[Entry]) -> None:
 
 def test_seeds_that_do_not_reach_the_target_are_counted(rows: list[Entry]) -> None:
     splus = rows[6]
-    assert (splus.row, splus.steps.missing, splus.steps.total) == (SPLUS, 1, 2)
+    assert (splus.row, splus.steps.missing, splus.steps.total, splus.status) == (SPLUS[0], 1, 2, "> budget")
     assert splus.steps.mean == pytest.approx(1 / 1.5)
-    assert headline(rows)[1].endswith("does not reach Adam's final loss within Adam's steps with 1 of 2 seeds")
+    line = headline(rows)[1]
+    assert "does not reach Adam's final loss within Adam's steps with 1 of 2 seeds" in line
+    assert "final loss 0.800, the best other is Adam + EMA with 0.900 (no significant difference: -0.100" in line
 
 
 def test_rates_that_are_not_bracketed_are_named_with_the_reason(rows: list[Entry]) -> None:
@@ -126,21 +140,57 @@ def test_the_terminal_table_fits_80_columns(rows: list[Entry]) -> None:
     assert "…" not in text
 
 
-def test_csv_files_have_a_line_a_row_and_a_line_a_run(
-    rows: list[Entry], outcomes: dict[Cell, Outcome], tmp_path: Path
-) -> None:
-    write_comparison_csv(rows, tmp_path / "comparison.csv")
-    write_cells_csv(outcomes, tmp_path / "cells.csv")
-    with open(tmp_path / "comparison.csv") as file:
-        table = list(csv.DictReader(file))
-    with open(tmp_path / "cells.csv") as file:
-        cells = list(csv.DictReader(file))
-    assert [(line["objective"], line["row"]) for line in table] == [(e.objective, e.row.label) for e in rows]
-    assert float(table[2]["steps_to_adam"]) == pytest.approx(0.5)
-    assert (table[6]["steps_to_adam"], table[6]["steps_to_adam_seeds_without"]) == ("", "1")  # no mean of some seeds
-    assert len(cells) == len(outcomes)
-    assert {line["status"] for line in cells} == {"finished", "diverged", "crashed"}
-    assert all(line["directory"].endswith(line["config_hash"]) for line in cells)
+def test_the_summary_has_a_line_a_row_and_no_mean_of_some_seeds(rows: list[Entry], tmp_path: Path) -> None:
+    write_summary(rows, TRAINING, tmp_path / "summary.csv")
+    with open(tmp_path / "summary.csv") as file:
+        reader = csv.DictReader(file)
+        table = list(reader)
+    names = "objective,start,optimizer,schedule,batch_size,learning_rate,seeds,final_loss,sta,sta_low,sta_high,tta,"
+    assert ",".join(reader.fieldnames or ()) == names + "tta_low,tta_high,status"
+    assert [(line["objective"], line["optimizer"]) for line in table] == [
+        (e.condition.objective, e.row.name) for e in rows
+    ]
+    assert float(table[2]["sta"]) == pytest.approx(0.5)
+    assert [line["status"] for line in table[:4]] == ["reached", "reached", "reached", "> budget"]
+    assert (table[6]["sta"], table[6]["sta_low"], table[6]["status"]) == ("", "", "> budget")
+    assert {line["batch_size"] for line in table} == {"16"}
+
+
+def test_differences_are_paired_by_seed(rows: list[Entry], tmp_path: Path) -> None:
+    write_differences(rows, tmp_path / "differences.csv")
+    with open(tmp_path / "differences.csv") as file:
+        table = {(line["objective"], line["optimizer"], line["other"]): line for line in csv.DictReader(file)}
+    found = table["diffusion", "splus", "adam"]
+    assert (float(found["difference"]), found["pairs"]) == (pytest.approx(-0.2), "2")  # 0.5 and 1.1 less 1
+    assert float(found["low"]) < -0.2 < float(found["high"])
+
+
+def test_curves_of_shorter_runs_are_their_ends(tmp_path: Path) -> None:
+    """A schedule that is judged at its end: SPlus has Adam's final loss with 0.4 of the steps, between two budgets."""
+    studies = [
+        Study(Condition("diffusion", schedule="linear_decay"), method, TRAINING, 1, 1, False, budgets)
+        for method, budgets in zip(METHODS, ((), (0.25, 0.5)))
+    ]
+    comparison = Comparison(tuple(studies))
+    ends = {3: 1.3, 6: 0.8, 12: 0.5}  # by steps; Adam's is 1 at 12
+    outcomes = {}
+    for study in studies:
+        for cell in study.wanted({}) or []:
+            outcomes[cell] = ended_at(cell, 1.0 if study.method.name == "adam" else ends[12])
+        for cell in study.wanted(outcomes):
+            if cell not in outcomes:
+                outcomes[cell] = ended_at(cell, ends[cell.config.steps])
+    splus = next(entry for entry in entries(comparison, outcomes) if entry.row.name == "splus")
+    assert splus.steps.mean == pytest.approx((3 + 3 * 0.3 / 0.5) / 12)
+    assert splus.loss.mean == 0.5
+
+
+def ended_at(cell: Cell, loss: float) -> Outcome:
+    steps = int(cell.config.steps)
+    final = {weights: {"loss": loss} for weights in ("live", "averaged", "ema_0.5")}
+    curve = [[0, steps], [0.0, 0.1 * steps], [2.0, loss]]
+    result = {"final": final, "curves": dict.fromkeys(final, curve), "status": "finished"}
+    return Outcome(Path(cell.name), "finished", 1.0, result)
 
 
 class Page(HTMLParser):
@@ -177,7 +227,7 @@ def test_the_report_shows_samples_and_crashes(report: Path) -> None:
     assert base64.b64encode(b"not really an image").decode() in text
     assert "diffusion-splus-lr0.1-seed0" in text
     assert "ValueError: no &lt;luck&gt;" in text
-    assert "python -m train objective=diffusion optimizer=splus" in text
+    assert "python -m train objective=diffusion preset=smoke schedule=constant optimizer=splus" in text
 
 
 def test_every_figure_is_also_a_png(report: Path) -> None:
@@ -193,6 +243,9 @@ def test_nothing_to_show_is_shown_as_nothing(tmp_path: Path) -> None:
         known |= dict.fromkeys(new, crashed)
     rows = entries(COMPARISON, known)
     assert all(entry.lr is None and math.isnan(entry.steps.mean) for entry in rows)
-    assert write_report(COMPARISON, rows, known, tmp_path, {"workers": 1}).exists()
-    write_comparison_csv(rows, tmp_path / "comparison.csv")
+    assert write_report(COMPARISON, rows, known, tmp_path, SETTINGS, workers=1).exists()
+    write_summary(rows, TRAINING, tmp_path / "summary.csv")
+    assert {line.rpartition(",")[2] for line in (tmp_path / "summary.csv").read_text().splitlines()[1:]} == {
+        "no result"
+    }
     assert [line.split(": ")[1] for line in headline(rows)] == ["no run to compare with"] * 2

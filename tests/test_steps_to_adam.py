@@ -10,8 +10,6 @@ from benchmarks.steps_to_adam import (
     Curve,
     crossing,
     seconds_per_step,
-    spread,
-    spread_text,
     steps_to,
     time_to,
 )
@@ -85,24 +83,3 @@ def test_seconds_per_step_ignores_a_disturbed_interval() -> None:
     calm, disturbed = curve(4, 3, 2, 1), Curve((0, 10, 20), (0.0, 1.0, 99.0), (4.0, 3.0, 2.0))
     assert seconds_per_step([calm, disturbed]) == pytest.approx(0.1)
     assert math.isnan(seconds_per_step([]))
-
-
-def test_spread_says_how_many_seeds_have_no_value() -> None:
-    values = spread([0.5, None, 0.7])
-    assert (values.mean, values.low, values.high) == (pytest.approx(0.6), 0.5, 0.7)
-    assert (values.missing, values.total) == (1, 3)
-
-
-@pytest.mark.parametrize(
-    ("values", "text"),
-    [
-        ([0.523], ("0.52", "")),
-        ([0.5, 0.54], ("0.52", "0.50–0.54")),
-        ([0.5, 0.501], ("0.50", "")),
-        ([None, 0.93], ("> 1", "in 1 of 2, else 0.93")),
-        ([None, None], ("> 1", "")),
-        ([], ("–", "")),
-    ],
-)
-def test_spread_in_words(values: list[float | None], text: tuple[str, str]) -> None:
-    assert spread_text(spread(values), "> 1") == text

@@ -4,6 +4,7 @@ import copy
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -19,6 +20,7 @@ from torch import Generator, nn
 
 from splus.averaging import averaging_weight
 from train import checkpoint
+from train.config import config_hash
 from train.loop import run
 from train.objectives import SAMPLING_STEPS, Objective
 from train.optimizers import build_optimizer
@@ -84,6 +86,7 @@ def test_killed_run_continues_bit_for_bit(tmp_path, objective, optimizer):
 import os, pathlib, signal, torch
 from omegaconf import OmegaConf
 from train import checkpoint
+from train.config import config_hash
 from train.loop import run
 from train.trainer import Trainer
 
@@ -185,6 +188,13 @@ def test_half_a_checkpoint_is_refused_by_name(tmp_path, name, kept):
         checkpoint.load({"step": 0, "weights": torch.zeros(1000)}, tmp_path / "checkpoint-1")
 
 
+def test_a_checkpoint_with_values_that_have_no_place_is_refused(tmp_path):
+    """Such as the state of an optimizer that makes it in a later step than the first."""
+    checkpoint.save({"step": 1, "late": {"sum": torch.zeros(3), "of": 2}}, tmp_path, 1, Ranks())
+    with pytest.raises(ValueError, match=r"checkpoint-1 has late.of and 1 more values that this run.*has no place for"):
+        checkpoint.load({"step": 0}, tmp_path / "checkpoint-1")
+
+
 def raise_after_checkpoint(trainer: Trainer, record) -> None:
     if trainer.step > LAST_CHECKPOINT:
         raise KeyboardInterrupt
@@ -210,7 +220,8 @@ def test_directory_of_another_configuration_is_refused_by_what_differs(tmp_path)
 @pytest.mark.parametrize("objective", OBJECTIVES)
 def test_run_leaves_its_metrics_and_result(tmp_path, objective, optimizer):
     result = run(smoke(objective, optimizer), tmp_path, progress=False)
-    weights = {"adam": ["live", "ema_0.5", "ema_0.9"], "splus": ["live", "averaged"]}[optimizer]
+    own = {"adam": [], "splus": ["averaged"]}[optimizer]
+    weights = ["live", *own, "ema_0.5", "ema_0.9"]
     evaluated = [(line["step"], line["weights"]) for line in lines(tmp_path, "validation")]
     assert evaluated == [(step, name) for step in (0, 4, 8, 12) for name in weights]
     assert [line["step"] for line in lines(tmp_path, "train")] == list(range(1, STEPS + 1))
@@ -250,6 +261,42 @@ def test_keep_checkpoint_leaves_the_final_state(tmp_path):
     trainer = Trainer(config)
     assert trainer.resume(tmp_path)
     assert (trainer.step, trainer.hash()) == (STEPS, result["hash"])
+
+
+def test_training_starts_from_the_weights_of_another_run_and_nothing_else_of_it(tmp_path):
+    first = run(smoke("language_modelling", "adam", "seed=7", "keep_checkpoint=true"), tmp_path / "first", False)
+    here = f"start.directory={tmp_path / 'first'}"
+    trainer = Trainer(smoke("language_modelling", "splus", here))
+    assert trainer.hash() == first["hash"]
+    assert trainer.step == 0
+    assert {state["step"] for state in trainer.optimizer.state.values()} == {0}
+    moved = tmp_path / "moved"
+    shutil.copytree(tmp_path / "first", moved)
+    keys = {config_hash(smoke("language_modelling", "splus", *at)) for at in ([here], [f"start.directory={moved}"])}
+    assert len(keys) == 1
+    assert keys != {config_hash(smoke("language_modelling", "splus"))}
+
+
+def test_a_start_that_is_none_is_refused(tmp_path):
+    run(smoke("language_modelling", "adam", "keep_checkpoint=true"), tmp_path / "kept", False)
+    run(smoke(), tmp_path / "ended", False)
+    for settings, message in (
+        (["start.directory=" + str(tmp_path / "gone")], "which holds no run; give the directory of one"),
+        (["start.directory=" + str(tmp_path / "ended")], "holds no checkpoint; train it with keep_checkpoint=true"),
+        (["start.directory=" + str(tmp_path / "kept"), "start.key=other"], "start.key=other given, but .* holds run"),
+        (["start.directory=" + str(tmp_path / "kept"), "model.width=64"], "start from a run of the same model"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            Trainer(smoke("language_modelling", "splus", *settings))
+
+
+def test_the_state_of_the_optimizer_is_weighed(tmp_path):
+    """Adam's is two numbers for each of the model's and a count of the steps for each parameter."""
+    config = smoke("language_modelling", "adam")
+    trainer = Trainer(config)
+    trainer.train_step()
+    count = len(list(trainer.model.parameters()))
+    assert trainer.state_bytes() == 4 * (2 * trainer.parameters() + count)
 
 
 def test_evaluation_is_off_the_clock_and_one_average_is_on_that_of_ema(tmp_path, monkeypatch):

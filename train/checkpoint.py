@@ -90,13 +90,24 @@ def load(state: dict[str, Any], path: Path) -> dict[str, Any]:
     Raises:
         ValueError: the folder is not a whole checkpoint of such a state.
     """
-    from torch.distributed.checkpoint.api import CheckpointException
-    from torch.distributed.checkpoint.state_dict_loader import load as read
-
     state = dict(state)
+    read(state, path)
+    if left := without_place(state, path):
+        raise ValueError(
+            f"{path} has {left[0]} and {len(left) - 1} more values that this run, not yet trained, has no place for; "
+            "an optimizer can be resumed whose state is there from its first step on (train/baselines.py mends some)"
+        )
+    return state
+
+
+def read(state: dict[str, Any], path: Path) -> None:
+    """Fill ``state``, whatever else the checkpoint has."""
+    from torch.distributed.checkpoint.api import CheckpointException
+    from torch.distributed.checkpoint.state_dict_loader import load
+
     try:
         with without_warning():
-            read(state, checkpoint_id=path, no_dist=not dist.is_initialized())
+            load(state, checkpoint_id=path, no_dist=not dist.is_initialized())
     except CheckpointException as error:
         failure = first_failure(error)
         if isinstance(failure, OSError) and not isinstance(failure, FileNotFoundError):
@@ -105,7 +116,6 @@ def load(state: dict[str, Any], path: Path) -> dict[str, Any]:
         raise ValueError(
             f"{path} is no whole checkpoint ({reason}); delete it to start this run anew, or put a copy in its place"
         ) from None
-    return state
 
 
 def load_weights(model: nn.Module, directory: Path, key: str | None) -> None:
@@ -131,7 +141,20 @@ def load_weights(model: nn.Module, directory: Path, key: str | None) -> None:
                 f"start.directory={directory} has {name} of shape {size and tuple(size)}, and this model has "
                 f"{tuple(weight.shape)}; start from a run of the same model"
             )
-    load({"model": weights}, path)
+    read({"model": weights}, path)
+
+
+def without_place(state: dict[str, Any], path: Path) -> list[str]:
+    """Names of what the checkpoint has and ``state`` has not, on any rank; torch would leave it out in silence."""
+    from torch.distributed.checkpoint._nested_dict import flatten_state_dict
+    from torch.distributed.checkpoint.filesystem import FileSystemReader
+
+    names = [set(flatten_state_dict(state)[0])]
+    if dist.is_initialized():
+        names *= dist.get_world_size()
+        dist.all_gather_object(names, names[0])
+    saved = FileSystemReader(path).read_metadata().state_dict_metadata
+    return sorted(saved.keys() - set().union(*names))
 
 
 @contextmanager

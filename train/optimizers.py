@@ -25,8 +25,12 @@ def build_optimizer(config: DictConfig, model: nn.Module, process_group: Process
     the one for training.
 
     Raises:
-        ValueError: options for a group that the model does not have.
+        ValueError: options for a group that the model does not have; no ``weight_decay``.
     """
+    if "weight_decay" not in config:
+        raise ValueError(
+            f"optimizer {config._target_} has no weight_decay; add that of weight matrices to its file, or 0"
+        )
     groups = param_groups(model, weight_decay=config.weight_decay, split=getattr(model, "fused", None))
     add_options(groups, config.get("groups", {}))
     settings: dict[str, Any] = {}
