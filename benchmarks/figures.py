@@ -101,7 +101,7 @@ def draw_ratios(rows: Sequence[Entry], look: Mapping[str, Look]) -> Figure:
     """Steps and time to Adam's final loss with their intervals, the soonest on top, those that never do at the end."""
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(4.4, 0.85 + 0.24 * len(rows)), layout="constrained")
-        axes = figure.subplots(1, 2, sharey=True)
+        axes = figure.subplots(1, 2, sharey=True, gridspec_kw={"wspace": 0.08})
     order = sorted(rows, key=lambda entry: entry.steps.mean if entry.steps.complete else math.inf)
     for place, heading, name in zip(axes, ("steps to Adam", "time to Adam"), ("steps", "time")):
         place.set_title(heading)
@@ -117,6 +117,7 @@ def draw_ratios(rows: Sequence[Entry], look: Mapping[str, Look]) -> Figure:
         place.set_xlim(0, max(1.08, place.get_xlim()[1]))
         place.set_ylim(len(order) - 0.5, -0.5)
         place.set_yticks(range(len(order)), [entry.row.label for entry in order])
+        place.locator_params(axis="x", nbins=4)
         place.grid(axis="y", visible=False)
         place.tick_params(axis="y", length=0)
     return figure

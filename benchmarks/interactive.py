@@ -9,7 +9,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from bokeh.embed import json_item
-from bokeh.models import ColumnDataSource, DataRenderer, GlyphRenderer, HoverTool, LogAxis, Range1d
+from bokeh.models.axes import LogAxis
+from bokeh.models.ranges import Range1d
+from bokeh.models.renderers import DataRenderer, GlyphRenderer
+from bokeh.models.sources import ColumnDataSource
+from bokeh.models.tools import HoverTool
 from bokeh.plotting import figure
 from bokeh.resources import Resources
 
@@ -80,7 +84,7 @@ def rates(swept: Mapping[Row, Swept], look: Mapping[str, Look]) -> figure:
                 "rate": list(points), "loss": list(points.values()), "text": text, "label": [row.label] * len(points)
             })  # fmt: skip
             signs = plot.scatter("rate", "loss", source=source, size=8, marker=marker)
-            parts: list[GlyphRenderer] = [signs]
+            parts: list[GlyphRenderer[Any]] = [signs]
             drawn.append(signs)
             if points is ended:
                 parts.append(plot.line("rate", "loss", source=source, line_width=2, line_dash=DASHES[of.dash]))
@@ -93,7 +97,7 @@ def rates(swept: Mapping[Row, Swept], look: Mapping[str, Look]) -> figure:
 def _panel(x: str, y: str, limits: tuple[float, float], **options: Any) -> figure:
     bottom, top = limits
     plot = figure(
-        y_range=Range1d(max(bottom, 1e-3 * top), top),  # above 0, for its logarithm
+        y_range=Range1d(start=max(bottom, 1e-3 * top), end=top),  # above 0, for its logarithm
         height=380, sizing_mode="stretch_width", tools="pan,box_zoom,wheel_zoom,reset,save", x_axis_label=x,
         y_axis_label=y, background_fill_color=None, border_fill_color=None, outline_line_color=None, **options,
     )  # fmt: skip
@@ -102,7 +106,7 @@ def _panel(x: str, y: str, limits: tuple[float, float], **options: Any) -> figur
     return plot
 
 
-def _name(part: GlyphRenderer, row: Row, look: Look) -> None:
+def _name(part: GlyphRenderer[Any], row: Row, look: Look) -> None:
     """By what the script of the page finds the row and its colour."""
     part.name, part.tags = row.name, [f"--{look.variable}"]
     part.nonselection_glyph = part.muted_glyph = None

@@ -162,6 +162,7 @@ def template(name: str) -> Any:
         lstrip_blocks=True,
     )
     environment.globals["palette"] = PALETTE
+    environment.policies["json.dumps_kwargs"] = {"sort_keys": False}  # Bokeh's models are defined where first mentioned
     return environment.get_template(name)
 
 

@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 from omegaconf import OmegaConf
 
 from benchmarks import bracket, interactive
-from benchmarks.cells import Cell, Outcome
+from benchmarks.cells import Cell, Outcome, compose_config
 from benchmarks.comparison import REFERENCE, Comparison, Condition
 from benchmarks.estimates import Estimate, paired_difference
 from benchmarks.figures import Look, Span, Swept, draw, draw_ratios, inline_svg, method_name, not_reached, save_png
@@ -182,7 +182,7 @@ def studies(outcomes: Outcomes) -> list[dict[str, Any]]:
         {
             "name": group,
             "first": cells[0].name,
-            "configuration": OmegaConf.to_yaml(cells[0].config),
+            "configuration": OmegaConf.to_yaml(compose_config(cells[0].overrides)),
             "runs": [run(cell, outcomes[cell]) for cell in cells],
         }
         for group, cells in groups.items()

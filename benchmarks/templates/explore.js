@@ -20,7 +20,7 @@
   function choose(plot, shown, clock, logarithmic) {
     for (const part of plot.renderers) {
       part.visible = shown.has(part.name);
-      if ("steps" in Object.fromEntries(part.data_source.data)) {
+      if (part.data_source.columns().includes("steps")) {
         part.glyph.x = { field: clock ? "seconds" : "steps" };
         plot.below[0].axis_label = clock ? "training time, s" : "step";
       }
