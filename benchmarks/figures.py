@@ -99,28 +99,31 @@ def draw(rows: Sequence[Entry], swept: Mapping[Row, Swept], look: Mapping[str, L
 
 def draw_ratios(rows: Sequence[Entry], look: Mapping[str, Look]) -> Figure:
     """Steps and time to Adam's final loss with their intervals, the soonest on top, those that never do at the end."""
+    order = sorted(rows, key=lambda entry: entry.steps.mean if entry.steps.complete else math.inf)
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(4.4, 0.85 + 0.24 * len(rows)), layout="constrained")
-        axes = figure.subplots(1, 2, sharey=True, gridspec_kw={"wspace": 0.08})
-    order = sorted(rows, key=lambda entry: entry.steps.mean if entry.steps.complete else math.inf)
-    for place, heading, name in zip(axes, ("steps to Adam", "time to Adam"), ("steps", "time")):
-        place.set_title(heading)
-        place.axvline(1, color=look[REFERENCE].color if REFERENCE in look else INK, ls=":", lw=1)
-        for y, entry in enumerate(order):
-            value: Estimate = getattr(entry, name)
-            of = look[entry.row.name]
-            if value.complete:
-                bar = [[value.mean - value.low], [value.high - value.mean]]
-                place.errorbar(value.mean, y, xerr=bar, fmt=of.marker, ms=5, color=of.color, capsize=3, zorder=3)
-            else:
-                place.text(0.97, y, not_reached(value), transform=place.get_yaxis_transform(), ha="right", va="center")
-        place.set_xlim(0, max(1.08, place.get_xlim()[1]))
-        place.set_ylim(len(order) - 0.5, -0.5)
-        place.set_yticks(range(len(order)), [entry.row.label for entry in order])
-        place.locator_params(axis="x", nbins=4)
-        place.grid(axis="y", visible=False)
-        place.tick_params(axis="y", length=0)
+        left, right = figure.subplots(1, 2, sharey=True, gridspec_kw={"wspace": 0.08})
+        _whiskers(left, "steps to Adam", [(entry.row, entry.steps) for entry in order], look)
+        _whiskers(right, "time to Adam", [(entry.row, entry.time) for entry in order], look)
     return figure
+
+
+def _whiskers(axes: Axes, heading: str, values: Sequence[tuple[Row, Estimate]], look: Mapping[str, Look]) -> None:
+    axes.set_title(heading)
+    axes.axvline(1, color=look[REFERENCE].color if REFERENCE in look else INK, ls=":", lw=1)
+    for y, (row, value) in enumerate(values):
+        of = look[row.name]
+        if value.complete:
+            bar = [[value.mean - value.low], [value.high - value.mean]]
+            axes.errorbar(value.mean, y, xerr=bar, fmt=of.marker, ms=5, color=of.color, capsize=3, zorder=3)
+        else:
+            axes.text(0.97, y, not_reached(value), transform=axes.get_yaxis_transform(), ha="right", va="center")
+    axes.set_xlim(0, max(1.08, axes.get_xlim()[1]))
+    axes.set_ylim(len(values) - 0.5, -0.5)
+    axes.set_yticks(range(len(values)), [row.label for row, _ in values])
+    axes.locator_params(axis="x", nbins=4)
+    axes.grid(axis="y", visible=False)
+    axes.tick_params(axis="y", length=0)
 
 
 def not_reached(value: Estimate) -> str:

@@ -71,8 +71,8 @@ def load(folder: Path) -> Results:
     config = OmegaConf.load(path)
     assert isinstance(config, DictConfig)
     OmegaConf.set_struct(config, True)  # what is not there is an error
-    config.output = str(folder)
     try:
+        config.output = str(folder)
         comparison = comparison_from(config)
     except AttributeError as error:
         raise SettingError(

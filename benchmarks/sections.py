@@ -49,6 +49,7 @@ def section(
 
     def shown(kind: str, figure: Figure) -> Markup:
         save_png(figure, figures / f"{name}-{kind}.png")
+        figure.set_layout_engine("none")  # as it is laid out by now
         return Markup(inline_svg(figure, f"{name}-{kind}", says=says[kind]))
 
     return {
@@ -87,11 +88,17 @@ def winners(rows: Sequence[Entry]) -> list[dict[str, str]]:
 def won(name: str, rows: Sequence[Entry], value: Callable[[Entry], Estimate], digits: int) -> dict[str, str]:
     ranked = sorted((entry for entry in rows if value(entry).complete), key=lambda entry: value(entry).mean)
     if not ranked:
-        return {"measure": name, "label": "nobody", "number": "", "interval": "", "next": "no result"}
+        return {
+            "measure": name,
+            "label": "nobody",
+            "number": "",
+            "interval": "",
+            "next": "no row has a result with every seed",
+        }
     best = ranked[0]
     number, interval = estimate_text(value(best), "", digits)
     others = [entry for entry in ranked if method_name(entry.row.name) != method_name(best.row.name)]
-    after = "no other optimizer gets there"
+    after = "no other optimizer has a result"
     if others:
         second, lead = others[0], paired_difference(value(best).values, value(others[0]).values)
         after = f"next: {second.row.label}, {value(second).mean:.{digits}f}"
