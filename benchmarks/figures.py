@@ -156,7 +156,7 @@ def loss_curves(rows: Sequence[Entry], look: Mapping[str, Look], clock: bool) ->
             )
     if means:
         axes.set_ylim(*loss_limits(list(means.values())))
-        axes.legend(loc="best", ncols=1 + len(means) // 8)
+        _legend(figure, axes)
     return figure
 
 
@@ -219,7 +219,7 @@ def learning_rates(swept: Mapping[Row, Swept], look: Mapping[str, Look]) -> Figu
         if best is not None:
             axes.plot(bracket.rate(best), tried[best], "o", color=of.color, ms=10, mfc="none", mew=1.4)
     axes.set_ylim(bottom, top)
-    axes.legend(loc="best", ncols=1 + len(swept) // 8)
+    _legend(figure, axes)
     return figure
 
 
@@ -232,6 +232,16 @@ def rate_limits(swept: Sequence[Swept]) -> tuple[float, float] | None:
     top = min(max(finite), best + 3 * (sorted(finite)[len(finite) // 2] - best) + 1e-3)
     top += 0.06 * (top - best)
     return best - 0.06 * (top - best), top
+
+
+def _legend(figure: Figure, axes: Axes) -> None:
+    """In the figure; of many rows below it, in two columns."""
+    handles, names = axes.get_legend_handles_labels()
+    if len(names) <= 6:
+        axes.legend(loc="best")
+    else:
+        figure.set_figheight(figure.get_figheight() + 0.2 * math.ceil(len(names) / 2))
+        figure.legend(handles, names, loc="outside lower center", ncols=2, fontsize=8)
 
 
 def panel(heading: str) -> tuple[Figure, Axes]:

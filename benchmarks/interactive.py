@@ -102,6 +102,7 @@ def _panel(x: str, y: str, limits: tuple[float, float], **options: Any) -> figur
         y_axis_label=y, background_fill_color=None, border_fill_color=None, outline_line_color=None, **options,
     )  # fmt: skip
     plot.toolbar.logo = None
+    plot.toolbar.active_drag = None  # else a finger on a figure does not scroll the page
     plot.add_layout(LogAxis(axis_label=y, visible=False), "left")  # instead of the first when the scale is logarithmic
     return plot
 
