@@ -8,6 +8,8 @@ curves.jsonl of the output directory.
 
 from __future__ import annotations
 
+import shlex
+import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -152,19 +154,22 @@ def announce(comparison: Comparison, config: DictConfig, earlier: Outcomes, work
 
 def conclude(comparison: Comparison, outcomes: Outcomes, config: DictConfig, workers: int, console: Console) -> int:
     """Writes the CSVs, figures and report, prints the tables; the exit code."""
-    from benchmarks.report import write_report  # workers import this module: they need no matplotlib
+    from benchmarks.report import Results, provenance, write_report  # workers import this module: no matplotlib there
 
     output = Path(config.output)
     rows = entries(comparison, outcomes)
     write_summary(rows, training_from(config), output / "summary.csv")
     write_details(rows, output / "details.csv")
     write_differences(rows, output / "differences.csv")
-    OmegaConf.save(config, output / SETTINGS, resolve=True)
+    command = shlex.join(["python", "-m", "benchmarks.compare", *(a for a in sys.argv[1:] if a != "report_only=true")])
+    (output / SETTINGS).write_text(f"# {command}\n{OmegaConf.to_yaml(config, resolve=True)}")
     for table in terminal_tables(rows):
         console.print(table, "")
     for line in [*notes(rows), *memory(rows), *headline(rows)]:
         console.print(line, highlight=False, soft_wrap=True)
-    report = write_report(comparison, rows, outcomes, output, config, workers)
+    facts = {**provenance(output, outcomes), "Workers": f"{workers} runs at once"}
+    results = Results(output, config, comparison, outcomes, rows, command, facts)
+    report = write_report([results], output / "report.html")
     code = show_crashes(outcomes, console)
     console.print(f"Report: {report.resolve()}", highlight=False, soft_wrap=True)
     return code

@@ -5,7 +5,9 @@ from __future__ import annotations
 import io
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from html import escape
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -15,22 +17,29 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from benchmarks import bracket
-from benchmarks.comparison import REFERENCE, Comparison, Condition
+from benchmarks.comparison import REFERENCE
+from benchmarks.estimates import Estimate
 from benchmarks.methods import Row
 from benchmarks.steps_to_adam import Curve, crossing
-from benchmarks.sweep import Outcomes
+from benchmarks.summary import OURS
 from benchmarks.table import Entry
 
+Swept = Mapping[int, "float | None"]  # final losses by the index of the learning rate
 INK, GRID = "#303030", "#dcdcdc"
-COLORS = {"adam": "#c4511c", "adam_ema": "#d99a1f", "splus": "#1f62c4", "splus_live": "#7a9fd6"}
-# Of all others, in turn: Paul Tol's "muted" scheme (personal.sron.nl/~pault), readable without seeing all colours.
-OTHERS = ("#117733", "#aa4499", "#44aa99", "#999933", "#882255", "#88ccee", "#332288", "#ddcc77", "#cc6677")
-VARIABLES = {  # in an SVG each colour becomes a variable of the page's style sheet
-    INK: "currentColor", GRID: "var(--line)",
-    COLORS["adam"]: "var(--adam)", COLORS["adam_ema"]: "var(--adam-ema)",
-    COLORS["splus"]: "var(--splus)", COLORS["splus_live"]: "var(--splus-live)",
+# By the name of a variable of the page's style sheet, a colour for light and one for dark pages. The numbered ones are
+# Paul Tol's "muted" scheme (personal.sron.nl/~pault), told apart without seeing all colours, darker or lighter where a
+# line would not stand out from the page.
+PALETTE = {
+    "adam": ("#c4511c", "#ff8a54"), "adam-ema": ("#a4700a", "#f2c04c"),
+    "splus": ("#1f62c4", "#6aa6ff"), "splus-live": ("#5583c2", "#8fb4e8"),
+    "row-1": ("#117733", "#4cc27a"), "row-2": ("#aa4499", "#e08ad0"), "row-3": ("#2a8c82", "#5fd0c3"),
+    "row-4": ("#7d7d1f", "#c8c85a"), "row-5": ("#882255", "#e07aa8"), "row-6": ("#3c86b0", "#88ccee"),
+    "row-7": ("#332288", "#a79bf0"), "row-8": ("#8f7a0e", "#ddcc77"), "row-9": ("#c25566", "#f09aa6"),
 }  # fmt: skip
-DASHES = {"adam": "-", "adam_ema": "--", "splus": "-", "splus_live": ":"}
+OTHERS = [name for name in PALETTE if name.startswith("row-")]
+VARIABLES = {INK: "currentColor", GRID: "var(--line)"} | {light: f"var(--{v})" for v, (light, _) in PALETTE.items()}
+MARKERS = "osD^vPX<>phd"
+DASHES = {"": "-", "_ema": "--", "_live": ":"}
 STYLE: dict[Any, Any] = {
     "text.color": INK, "axes.labelcolor": INK, "axes.edgecolor": GRID, "xtick.color": INK, "ytick.color": INK,
     "xtick.labelcolor": INK, "ytick.labelcolor": INK, "grid.color": GRID, "axes.grid": True, "axes.grid.which": "major",
@@ -41,28 +50,89 @@ STYLE: dict[Any, Any] = {
 }  # fmt: skip
 
 
-def colors(names: Sequence[str]) -> dict[str, str]:
-    """A colour for each row, by its name."""
-    others = [name for name in dict.fromkeys(names) if name not in COLORS]
-    return COLORS | {name: OTHERS[i % len(OTHERS)] for i, name in enumerate(others)}
+@dataclass(frozen=True)
+class Look:
+    """How a row is drawn: ``variable`` of PALETTE; rows of one optimizer differ by their dashes."""
+
+    variable: str
+    dash: str
+    marker: str
+
+    @property
+    def color(self) -> str:
+        """On white."""
+        return PALETTE[self.variable][0]
 
 
-def dashes(row: Row) -> str:
-    return DASHES.get(row.name, "--" if row.name.endswith("_ema") else "-")
+def looks(rows: Iterable[Row]) -> dict[str, Look]:
+    """The look of each row, by its name: the same wherever a report shows it."""
+    found: dict[str, Look] = {}
+    methods: list[str] = []
+    for name in dict.fromkeys(row.name for row in rows):
+        method = method_name(name)
+        if method not in methods:
+            methods.append(method)
+        own = name.replace("_", "-")
+        others = [of for of in methods if of not in PALETTE]
+        variable = own if own in PALETTE else method
+        if variable not in PALETTE:
+            variable = OTHERS[others.index(method) % len(OTHERS)]
+        marker = MARKERS[methods.index(method) % len(MARKERS)]
+        found[name] = Look(variable, DASHES[name.removeprefix(method)], marker)
+    return found
 
 
-def draw(comparison: Comparison, condition: Condition, rows: Sequence[Entry], outcomes: Outcomes) -> dict[str, Figure]:
+def method_name(row: str) -> str:
+    """Of the optimizer of a row, by the row's name."""
+    return row.removesuffix("_ema").removesuffix("_live")
+
+
+def draw(rows: Sequence[Entry], swept: Mapping[Row, Swept], look: Mapping[str, Look]) -> dict[str, Figure]:
     """Loss against steps, against seconds and against the learning rate, under one condition."""
-    swept = {row: study.swept(row, outcomes) for study, row in comparison.rows(condition)}
     with matplotlib.rc_context(STYLE):
         return {
-            "steps": loss_curves(rows, clock=False),
-            "seconds": loss_curves(rows, clock=True),
-            "learning_rate": learning_rates(swept),
+            "steps": loss_curves(rows, look, clock=False),
+            "seconds": loss_curves(rows, look, clock=True),
+            "learning_rate": learning_rates(swept, look),
         }
 
 
-def loss_curves(rows: Sequence[Entry], clock: bool) -> Figure:
+def draw_ratios(rows: Sequence[Entry], look: Mapping[str, Look]) -> Figure:
+    """Steps and time to Adam's final loss with their intervals, the soonest on top, those that never do at the end."""
+    order = sorted(rows, key=lambda entry: entry.steps.mean if entry.steps.complete else math.inf)
+    with matplotlib.rc_context(STYLE):
+        figure = Figure(figsize=(4.4, 0.85 + 0.24 * len(rows)), layout="constrained")
+        left, right = figure.subplots(1, 2, sharey=True, gridspec_kw={"wspace": 0.08})
+        _whiskers(left, "steps to Adam", [(entry.row, entry.steps) for entry in order], look)
+        _whiskers(right, "time to Adam", [(entry.row, entry.time) for entry in order], look)
+    return figure
+
+
+def _whiskers(axes: Axes, heading: str, values: Sequence[tuple[Row, Estimate]], look: Mapping[str, Look]) -> None:
+    axes.set_title(heading)
+    axes.axvline(1, color=look[REFERENCE].color if REFERENCE in look else INK, ls=":", lw=1)
+    for y, (row, value) in enumerate(values):
+        of = look[row.name]
+        if value.complete:
+            bar = [[value.mean - value.low], [value.high - value.mean]]
+            axes.errorbar(value.mean, y, xerr=bar, fmt=of.marker, ms=5, color=of.color, capsize=3, zorder=3)
+        else:
+            axes.text(0.97, y, not_reached(value), transform=axes.get_yaxis_transform(), ha="right", va="center")
+    axes.set_xlim(0, max(1.08, axes.get_xlim()[1]))
+    axes.set_ylim(len(values) - 0.5, -0.5)
+    axes.set_yticks(range(len(values)), [row.label for row, _ in values])
+    axes.locator_params(axis="x", nbins=4)
+    axes.grid(axis="y", visible=False)
+    axes.tick_params(axis="y", length=0)
+
+
+def not_reached(value: Estimate) -> str:
+    if not value.total:
+        return "no result"
+    return "not reached" + (f" in {value.missing} of {value.total}" if value.missing < value.total else "")
+
+
+def loss_curves(rows: Sequence[Entry], look: Mapping[str, Look], clock: bool) -> Figure:
     """Validation loss of each row at its best learning rate: the mean over seeds and their range.
 
     The dotted line is Adam's final loss; where SPlus reaches it is marked.
@@ -70,83 +140,113 @@ def loss_curves(rows: Sequence[Entry], clock: bool) -> Figure:
     figure, axes = panel(f"Loss against {'seconds' if clock else 'steps'}")
     axes.set_xlabel("training time, s" if clock else "step")
     axes.set_ylabel("validation loss")
-    color = colors([entry.row.name for entry in rows])
-    means = {}
-    for entry in rows:
-        known = [curve for curve in entry.curves if curve is not None]
-        mean = mean_curve(known)
-        if mean is None:
-            continue
-        name = entry.row.name
-        means[name] = mean
-        x = mean.seconds if clock else mean.steps
-        axes.plot(x, mean.losses, dashes(entry.row), color=color[name], label=entry.row.label, zorder=3)
-        losses = list(zip(*(curve.losses for curve in known)))
-        axes.fill_between(x, [min(v) for v in losses], [max(v) for v in losses], color=color[name], alpha=0.2, lw=0)
+    spans = {entry.row: span for entry in rows if (span := Span.of(entry.curves))}
+    means = {row.name: span.mean for row, span in spans.items()}
+    for row, span in spans.items():
+        of, x = look[row.name], span.mean.seconds if clock else span.mean.steps
+        style: dict[str, Any] = {"color": of.color, "ls": of.dash, "marker": of.marker, "ms": 4, "zorder": 3}
+        axes.plot(x, span.mean.losses, label=row.label, markevery=0.25, **style)
+        axes.fill_between(x, span.low, span.high, color=of.color, alpha=0.2, lw=0)
     if REFERENCE in means:
         target = means[REFERENCE].losses[-1]
-        axes.axhline(target, color=color[REFERENCE], ls=":", lw=1)
-        if "splus" in means and (point := crossing(means["splus"], target)):
-            axes.plot(point.seconds if clock else point.step, target, "o", color=color["splus"], ms=6, zorder=4)
+        axes.axhline(target, color=look[REFERENCE].color, ls=":", lw=1)
+        if OURS in means and (point := crossing(means[OURS], target)):
+            axes.plot(
+                point.seconds if clock else point.step, target, "o", color=look[OURS].color, ms=9, mfc="none", zorder=4
+            )
     if means:
-        _leave_out_the_start(axes, list(means.values()))
-        axes.legend(loc="best", ncols=1 + len(means) // 8)
+        axes.set_ylim(*loss_limits(list(means.values())))
+        _legend(figure, axes)
     return figure
 
 
-def mean_curve(curves: Sequence[Curve]) -> Curve | None:
-    """The mean over seeds; None without curves."""
-    if not curves:
-        return None
-    seconds = tuple(fmean(values) for values in zip(*(curve.seconds for curve in curves)))
-    losses = tuple(fmean(values) for values in zip(*(curve.losses for curve in curves)))
-    return Curve(curves[0].steps, seconds, losses)
+@dataclass(frozen=True)
+class Span:
+    """The mean of the curves of a row's seeds, and the lowest and highest at each evaluation."""
+
+    mean: Curve
+    low: tuple[float, ...]
+    high: tuple[float, ...]
+
+    @classmethod
+    def of(cls, curves: Sequence[Curve | None]) -> Span | None:
+        """None without curves."""
+        known = [curve for curve in curves if curve is not None]
+        if not known:
+            return None
+        seconds = tuple(fmean(values) for values in zip(*(curve.seconds for curve in known)))
+        losses = list(zip(*(curve.losses for curve in known)))
+        mean = Curve(known[0].steps, seconds, tuple(map(fmean, losses)))
+        return cls(mean, tuple(map(min, losses)), tuple(map(max, losses)))
 
 
-def _leave_out_the_start(axes: Axes, curves: Sequence[Curve]) -> None:
-    """Ends the loss axis where the best curve is after an eighth of the run: what comes before is a steep fall."""
+def loss_limits(curves: Sequence[Curve]) -> tuple[float, float]:
+    """Of the loss axis, which ends where the best curves are after an eighth of the run: before it is a steep fall."""
     lows = [loss for curve in curves for loss in curve.losses if math.isfinite(loss)]
     early = [loss for curve in curves for step, loss in zip(curve.steps, curve.losses) if step >= curve.steps[-1] / 8]
-    finals = [curve.losses[-1] for curve in curves]
-    top = max(max(finals), sorted(early)[int(0.95 * (len(early) - 1))])
+    early = sorted(filter(math.isfinite, early))
+    finals = [curve.losses[-1] for curve in curves if math.isfinite(curve.losses[-1])]
+    if not early or not finals:
+        return 0.0, 1.0
+    top = max(max(finals), early[int(0.95 * (len(early) - 1))])
     bottom = min(lows)
     margin = 0.05 * (top - bottom) or 1e-3
-    axes.set_ylim(bottom - margin, top + margin)
+    return bottom - margin, top + margin
 
 
-def learning_rates(swept: Mapping[Row, Mapping[int, float | None]]) -> Figure:
+def learning_rates(swept: Mapping[Row, Swept], look: Mapping[str, Look]) -> Figure:
     """Final loss of seed 0 at every learning rate tried; crosses at the top are runs that diverged."""
     figure, axes = panel("Loss against learning rate")
     axes.set_xlabel("learning rate")
     axes.set_ylabel("final validation loss, seed 0")
     axes.set_xscale("log")
-    finite = [loss for losses in swept.values() for loss in losses.values() if loss is not None and math.isfinite(loss)]
-    if not finite:
+    limits = rate_limits(list(swept.values()))
+    if limits is None:
         return figure
+    bottom, top = limits
+    for row, losses in swept.items():
+        of = look[row.name]
+        tried = {index: loss for index, loss in losses.items() if loss is not None}
+        inside = [(bracket.rate(i), loss) for i, loss in tried.items() if loss <= top]
+        style: dict[str, Any] = {"color": of.color, "ls": of.dash, "marker": of.marker, "ms": 4, "label": row.label}
+        axes.plot(*zip(*inside), **style) if inside else None
+        for index, loss in tried.items():  # beyond the axis: a triangle; diverged: a cross, once for the run
+            beyond = loss > top and (math.isfinite(loss) or row.name == method_name(row.name))
+            if beyond:
+                sign = "^" if math.isfinite(loss) else "x"
+                axes.plot(bracket.rate(index), top, sign, color=of.color, ms=7, mew=1.8, clip_on=False)
+        best = bracket.best(tried)
+        if best is not None:
+            axes.plot(bracket.rate(best), tried[best], "o", color=of.color, ms=10, mfc="none", mew=1.4)
+    axes.set_ylim(bottom, top)
+    _legend(figure, axes)
+    return figure
+
+
+def rate_limits(swept: Sequence[Swept]) -> tuple[float, float] | None:
+    """Of the axis of final losses, which leaves out those far worse than most; None without a finite one."""
+    finite = [loss for losses in swept for loss in losses.values() if loss is not None and math.isfinite(loss)]
+    if not finite:
+        return None
     best = min(finite)
     top = min(max(finite), best + 3 * (sorted(finite)[len(finite) // 2] - best) + 1e-3)
     top += 0.06 * (top - best)
-    color_of = colors([row.name for row in swept])
-    for row, losses in swept.items():
-        tried = {index: loss for index, loss in losses.items() if loss is not None}
-        inside = [(bracket.rate(i), loss) for i, loss in tried.items() if loss <= top]
-        above = [(bracket.rate(i), loss) for i, loss in tried.items() if loss > top]
-        color = color_of[row.name]
-        axes.plot(*zip(*inside), f"{dashes(row)}o", color=color, ms=4, label=row.label) if inside else None
-        for lr, loss in above:  # beyond the axis: a triangle; diverged: a cross, once for the run
-            if math.isfinite(loss) or not row.name.endswith(("_ema", "_live")):
-                axes.plot(lr, top, "^" if math.isfinite(loss) else "x", color=color, ms=7, mew=1.8, clip_on=False)
-        index = bracket.best(tried)
-        if index is not None:
-            axes.plot(bracket.rate(index), tried[index], "o", color=color, ms=10, mfc="none", mew=1.4)
-    axes.set_ylim(best - 0.06 * (top - best), top)
-    axes.legend(loc="best", ncols=1 + len(swept) // 8)
-    return figure
+    return best - 0.06 * (top - best), top
+
+
+def _legend(figure: Figure, axes: Axes) -> None:
+    """In the figure; of many rows below it, in two columns."""
+    handles, names = axes.get_legend_handles_labels()
+    if len(names) <= 6:
+        axes.legend(loc="best")
+    else:
+        figure.set_figheight(figure.get_figheight() + 0.2 * math.ceil(len(names) / 2))
+        figure.legend(handles, names, loc="outside lower center", ncols=2, fontsize=8)
 
 
 def panel(heading: str) -> tuple[Figure, Axes]:
     """An empty figure of one place, with its heading."""
-    figure = Figure(figsize=(5.2, 3.6), layout="constrained")
+    figure = Figure(figsize=(4.4, 3.2), layout="constrained")
     axes = figure.add_subplot()
     axes.set_title(heading)
     return figure, axes
@@ -154,13 +254,15 @@ def panel(heading: str) -> tuple[Figure, Axes]:
 
 def save_png(figure: Figure, path: Path) -> None:
     with matplotlib.rc_context(STYLE):
-        figure.savefig(path, dpi=160, facecolor="white")
+        figure.savefig(path, dpi=200, facecolor="white")
 
 
-def inline_svg(figure: Figure, name: str, variables: Mapping[str, str] = VARIABLES) -> str:
+def inline_svg(figure: Figure, name: str, variables: Mapping[str, str] = VARIABLES, says: str = "") -> str:
     """The figure as an <svg> element for a page: transparent, as wide as its place.
 
     Args:
+        name: no other figure of the page has it.
+        says: what the figure shows, for those who do not see it; default: its name.
         variables: of the page's style sheet, by the colours they replace.
     """
     text = io.StringIO()
@@ -171,7 +273,7 @@ def inline_svg(figure: Figure, name: str, variables: Mapping[str, str] = VARIABL
     svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
     svg = re.sub(
         r'<svg [^>]*?viewBox="([^"]*)"[^>]*>',
-        rf'<svg viewBox="\1" role="img" aria-label="{name}">',
+        lambda match: f'<svg viewBox="{match[1]}" role="img" aria-label="{escape(says or name)}">',
         svg,
         count=1,
     )

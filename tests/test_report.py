@@ -1,110 +1,126 @@
-"""The table and the report, from runs whose curves are made up so that the right answers are known."""
+"""The tables and the report, from runs whose curves are made up so that the right answers are known."""
 
 import base64
 import csv
+import itertools
 import json
 import math
 import re
+import shutil
+import subprocess
+from collections.abc import Mapping, Sequence
 from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
+from hydra import compose, initialize_config_dir
+from hydra.core.global_hydra import GlobalHydra
 from omegaconf import OmegaConf
 from rich.console import Console
 
 from benchmarks import bracket
-from benchmarks.cells import Cell, Outcome, earlier_outcome
-from benchmarks.comparison import Comparison, Condition, Study, Training
-from benchmarks.methods import Method, Row
-from benchmarks.report import write_report
-from benchmarks.summary import headline, write_differences, write_summary
+from benchmarks.cells import ROOT, Cell, Outcome
+from benchmarks.command import SettingError
+from benchmarks.compare import SETTINGS, comparison_from
+from benchmarks.comparison import Comparison
+from benchmarks.figures import PALETTE, looks
+from benchmarks.ledger import Ledger
+from benchmarks.methods import LIVE, Row
+from benchmarks.progress import Progress
+from benchmarks.report import Results, load, main, write_report
+from benchmarks.sections import curve_table, rate_table, winners
+from benchmarks.summary import headline, write_details, write_summary
 from benchmarks.table import Entry, entries, notes, terminal_tables
 
 STEPS = tuple(range(0, 101, 10))
 OBJECTIVES = ("image_classification", "diffusion")
-ADAM = Row("adam", "Adam", "live"), Row("adam_ema", "Adam + EMA", "averaged")
-SPLUS = Row("splus", "SPlus", "averaged"), Row("splus_live", "SPlus (live)", "live")
-METHODS = (
-    Method("adam", ("optimizer=adam",), ADAM, dict.fromkeys(OBJECTIVES, 0.001)),
-    Method("splus", ("optimizer=splus",), SPLUS, dict.fromkeys(OBJECTIVES, 0.1)),
-)
-TRAINING = Training("smoke", (), {}, {}, Path("cells"))
-COMPARISON = Comparison(
-    tuple(
-        Study(Condition(objective), method, TRAINING, limit=3, seeds=2)
-        for objective in OBJECTIVES
-        for method in METHODS
-    )
-)
-SETTINGS = OmegaConf.create({"title": "SPlus against Adam", "preset": "smoke", "rates": 4})
+COMMAND = "python -m benchmarks.compare preset=smoke seeds=2"
 
 
-def straight(final: float, reached_at: float = 1.0) -> list[float]:
-    """Losses that fall in a straight line from 2 to `final` and stay there."""
-    return [2 - (2 - final) * min(1.0, step / (100 * reached_at)) for step in STEPS]
+def straight(final: float) -> list[float]:
+    """Losses that fall in a straight line from 2 to `final`."""
+    return [2 - (2 - final) * step / 100 for step in STEPS]
 
 
-def write_run(directory: Path, pace: float, curves: dict[str, list[float]], status: str = "finished") -> Outcome:
-    """What a training run leaves in its directory. `pace`: seconds a step."""
-    directory.mkdir(parents=True, exist_ok=True)
-    lines = [
-        {"kind": "validation", "step": step, "seconds": pace * step, "weights": weights, "loss": loss, "accuracy": 0.9}
-        for weights, losses in curves.items()
-        for step, loss in zip(STEPS, losses)
-    ]
-    (directory / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"kind": "tra')
-    final = {weights: {"loss": losses[-1], "accuracy": 0.9} for weights, losses in curves.items()}
-    result = {"status": status, "step": 100, "steps": 100, "seconds": 100 * pace, "hash": "abc"}
-    (directory / "result.json").write_text(json.dumps(result | {"final": final if status == "finished" else {}}))
-    outcome = earlier_outcome(directory)
-    assert outcome is not None
-    return outcome
+def ended(directory: Path, pace: float, losses: Mapping[str, list[float]], status: str = "finished") -> Outcome:
+    """What a run comes to. `pace`: seconds a step."""
+    seconds = [pace * step for step in STEPS]
+    result = {
+        "status": status,
+        "step": 100,
+        "seconds": seconds[-1],
+        "final": {weights: {"loss": of[-1], "accuracy": 0.9} for weights, of in losses.items()},
+        "state_bytes": int(1e7 * pace),
+        "curves": {weights: [list(STEPS), seconds, of] for weights, of in losses.items()},
+    }
+    return Outcome(directory, status, seconds[-1], result)
 
 
-def run_of(cell: Cell, root: Path) -> Outcome:
+def run_of(comparison: Comparison, cell: Cell, root: Path) -> Outcome:
     """Adam ends at 1.0 and its averages at 0.9; SPlus is at 1.0 halfway, at twice the time a step."""
-    index, seed = bracket.nearest_index(float(cell.config.optimizer.lr)), int(cell.config.seed)
-    directory = cell.directory(root)
-    if cell.group == "diffusion/splus":
-        if index == -3:
-            return Outcome(directory, "crashed", 1.0, {}, "Traceback\nValueError: no <luck>\n")
-        if index == -2:
-            return write_run(directory, 0.2, {}, "diverged")
-        final = 1.1 if seed == 1 else 0.5
-        return write_run(directory, 0.2, {"live": straight(1.5), "averaged": straight(final)})
-    worse = 0.2 * abs(index + 9) if cell.group.endswith("adam") else 0.2 * abs(index + 3)
+    study = next(study for study in comparison.studies if study.group == cell.group)
+    first, settings = study.first_index({}), dict(setting.split("=", 1) for setting in cell.overrides)
+    assert first is not None
+    index, directory = bracket.nearest_index(float(settings["optimizer.lr"])) - first, cell.directory(root)
+    worse = 0.2 * abs(index)
     if cell.group.endswith("adam"):
-        return write_run(
-            directory, 0.1, {"live": straight(1 + worse), "ema_0.5": straight(1.2), "ema_0.9": straight(0.9 + worse)}
-        )
-    outcome = write_run(directory, 0.2, {"live": straight(1.2 + worse), "averaged": straight(worse, 1.0)})
-    (directory / "samples.png").write_bytes(b"not really an image")
-    return outcome
+        averages = {"ema_0.5": straight(1.2), "ema_0.9": straight(0.9 + worse)}
+        return ended(directory, 0.1, {"live": straight(1 + worse), **averages})
+    if cell.group == "image_classification/splus":
+        return ended(directory, 0.2, {"live": straight(1.2 + worse), "averaged": straight(worse)})
+    if index == 0:
+        return Outcome(directory, "crashed", 1.0, {}, "Traceback\nValueError: no <luck>\n")
+    if index == 1:
+        return ended(directory, 0.2, {}, "diverged")
+    return ended(directory, 0.2, {"live": straight(1.5), "averaged": straight(1.1 if settings["seed"] == "1" else 0.5)})
 
 
-@pytest.fixture(scope="module")
-def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[Cell, Outcome]:
-    root = tmp_path_factory.mktemp("cells")
+def leave(folder: Path, objectives: Sequence[str] = OBJECTIVES) -> None:
+    """Makes `folder` what benchmarks.compare would have left of these runs."""
+    GlobalHydra.instance().clear()
+    with initialize_config_dir(str(ROOT / "conf" / "comparison"), version_base="1.3"):
+        overrides = [f"objectives=[{','.join(objectives)}]", "preset=smoke", "seeds=2", "rates=3", f"output={folder}"]
+        config = compose("compare", overrides=overrides)
+    comparison = comparison_from(config)
+    folder.mkdir(parents=True)
+    (folder / SETTINGS).write_text(f"# {COMMAND}\n{OmegaConf.to_yaml(config, resolve=True)}")
+    watcher = Progress(Console(quiet=True), 1, lambda _: {})
+    ledger = Ledger(folder / "runs.csv", lambda cell: {"run": cell.name}, watcher, curves=True)
     known: dict[Cell, Outcome] = {}
-    while new := [cell for cell in COMPARISON.wanted(known) if cell not in known]:
-        known |= {cell: run_of(cell, root) for cell in new}
-    return known
+    while new := [cell for cell in comparison.wanted(known) if cell not in known]:
+        for cell in new:
+            known[cell] = outcome = run_of(comparison, cell, folder / "cells")
+            ledger.ended(cell, outcome, earlier=False)
+            if outcome.error:
+                outcome.directory.mkdir(parents=True)
+                (outcome.directory / "error.txt").write_text(outcome.error)
 
 
 @pytest.fixture(scope="module")
-def rows(outcomes: dict[Cell, Outcome]) -> list[Entry]:
-    return entries(COMPARISON, outcomes)
+def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
+    """Of a folder that has been moved since."""
+    folder = tmp_path_factory.mktemp("results")
+    leave(folder / "made")
+    (folder / "made").rename(folder / "moved")
+    found = load(folder / "moved")
+    (best := found.rows[2].outcomes[0].directory).mkdir(parents=True)
+    (best / "samples.png").write_bytes(b"not really an image")
+    return found
 
 
 @pytest.fixture(scope="module")
-def report(rows: list[Entry], outcomes: dict[Cell, Outcome], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    output = tmp_path_factory.mktemp("output")
-    return write_report(COMPARISON, rows, outcomes, output, SETTINGS, workers=2)
+def rows(results: Results) -> list[Entry]:
+    return list(results.rows)
+
+
+@pytest.fixture(scope="module")
+def report(results: Results) -> Path:
+    return write_report([results], results.folder / "report.html")
 
 
 def test_ratios_are_those_of_the_curves(rows: list[Entry]) -> None:
     adam, ema, splus, live = rows[:4]
-    assert [entry.row for entry in rows[:4]] == [*ADAM, *SPLUS]
+    assert [entry.row.name for entry in rows[:4]] == ["adam", "adam_ema", "splus", "splus_live"]
     assert (adam.steps.mean, adam.time.mean, adam.steps_ema.missing) == (1.0, 1.0, 2)  # 0.9 is never reached by Adam
     assert adam.steps_ema.mean != adam.steps_ema.mean  # no number, rather than a wrong one
     assert ema.steps.mean == pytest.approx(1 / 1.1)  # from 2 to 0.9, the target 1.0
@@ -114,16 +130,14 @@ def test_ratios_are_those_of_the_curves(rows: list[Entry]) -> None:
     assert splus.steps_ema.mean == pytest.approx(0.55)
     assert live.steps.missing == 2
     assert (splus.step_seconds, splus.step_ratio) == (pytest.approx(0.2), pytest.approx(2.0))
-    assert (ema.choice.weights, splus.lr, adam.lr) == ("ema_0.9", 0.1, 0.001)
+    assert (ema.choice.weights, splus.state_bytes) == ("ema_0.9", 2_000_000)
 
 
 def test_seeds_that_do_not_reach_the_target_are_counted(rows: list[Entry]) -> None:
     splus = rows[6]
-    assert (splus.row, splus.steps.missing, splus.steps.total, splus.status) == (SPLUS[0], 1, 2, "> budget")
+    assert (splus.row.name, splus.steps.missing, splus.steps.total) == ("splus", 1, 2)
     assert splus.steps.mean == pytest.approx(1 / 1.5)
-    line = headline(rows)[1]
-    assert "does not reach Adam's final loss within Adam's steps with 1 of 2 seeds" in line
-    assert "final loss 0.800, the best other is Adam + EMA with 0.900 (no significant difference: -0.100" in line
+    assert "SPlus does not reach Adam's final loss within Adam's steps with 1 of 2 seeds" in headline(rows)[1]
 
 
 def test_rates_that_are_not_bracketed_are_named_with_the_reason(rows: list[Entry]) -> None:
@@ -132,7 +146,7 @@ def test_rates_that_are_not_bracketed_are_named_with_the_reason(rows: list[Entry
 
 
 def test_the_terminal_table_fits_80_columns(rows: list[Entry]) -> None:
-    console = Console(width=80, record=True)
+    console = Console(width=80, record=True, quiet=False)
     for table in terminal_tables(rows):
         console.print(table)
     text = console.export_text()
@@ -140,57 +154,38 @@ def test_the_terminal_table_fits_80_columns(rows: list[Entry]) -> None:
     assert "…" not in text
 
 
-def test_the_summary_has_a_line_a_row_and_no_mean_of_some_seeds(rows: list[Entry], tmp_path: Path) -> None:
-    write_summary(rows, TRAINING, tmp_path / "summary.csv")
+def test_csv_files_have_a_line_a_row(results: Results, tmp_path: Path) -> None:
+    write_summary(results.rows, results.comparison.studies[0].training, tmp_path / "summary.csv")
+    write_details(results.rows, tmp_path / "details.csv")
+    for name in ("summary.csv", "details.csv"):
+        with open(tmp_path / name) as file:
+            table = list(csv.DictReader(file))
+        assert [(line["objective"], line["optimizer"]) for line in table] == [
+            (entry.condition.objective, entry.row.name) for entry in results.rows
+        ]
     with open(tmp_path / "summary.csv") as file:
-        reader = csv.DictReader(file)
-        table = list(reader)
-    names = "objective,start,optimizer,schedule,batch_size,learning_rate,seeds,final_loss,sta,sta_low,sta_high,tta,"
-    assert ",".join(reader.fieldnames or ()) == names + "tta_low,tta_high,status"
-    assert [(line["objective"], line["optimizer"]) for line in table] == [
-        (e.condition.objective, e.row.name) for e in rows
-    ]
+        table = list(csv.DictReader(file))
     assert float(table[2]["sta"]) == pytest.approx(0.5)
-    assert [line["status"] for line in table[:4]] == ["reached", "reached", "reached", "> budget"]
-    assert (table[6]["sta"], table[6]["sta_low"], table[6]["status"]) == ("", "", "> budget")
-    assert {line["batch_size"] for line in table} == {"16"}
+    assert (table[6]["sta"], table[6]["status"]) == ("", "> budget")  # no mean of some seeds
 
 
-def test_differences_are_paired_by_seed(rows: list[Entry], tmp_path: Path) -> None:
-    write_differences(rows, tmp_path / "differences.csv")
-    with open(tmp_path / "differences.csv") as file:
-        table = {(line["objective"], line["optimizer"], line["other"]): line for line in csv.DictReader(file)}
-    found = table["diffusion", "splus", "adam"]
-    assert (float(found["difference"]), found["pairs"]) == (pytest.approx(-0.2), "2")  # 0.5 and 1.1 less 1
-    assert float(found["low"]) < -0.2 < float(found["high"])
+def test_the_winner_of_each_measure_is_named_with_its_lead(rows: list[Entry]) -> None:
+    steps, _, loss = winners(rows[:4])
+    assert (steps["label"], steps["number"], steps["next"][:22]) == ("SPlus", "0.50", "next: Adam + EMA, 0.91")
+    assert "a clear lead: -0.41" in steps["next"]  # the made-up seeds are alike
+    assert (loss["label"], loss["number"]) == ("SPlus", "0.000")
+    with_a_seed_missing, time, _ = winners(rows[4:])
+    assert (with_a_seed_missing["label"], time["label"]) == ("Adam + EMA", "Adam + EMA")
 
 
-def test_curves_of_shorter_runs_are_their_ends(tmp_path: Path) -> None:
-    """A schedule that is judged at its end: SPlus has Adam's final loss with 0.4 of the steps, between two budgets."""
-    studies = [
-        Study(Condition("diffusion", schedule="linear_decay"), method, TRAINING, 1, 1, False, budgets)
-        for method, budgets in zip(METHODS, ((), (0.25, 0.5)))
-    ]
-    comparison = Comparison(tuple(studies))
-    ends = {3: 1.3, 6: 0.8, 12: 0.5}  # by steps; Adam's is 1 at 12
-    outcomes = {}
-    for study in studies:
-        for cell in study.wanted({}) or []:
-            outcomes[cell] = ended_at(cell, 1.0 if study.method.name == "adam" else ends[12])
-        for cell in study.wanted(outcomes):
-            if cell not in outcomes:
-                outcomes[cell] = ended_at(cell, ends[cell.config.steps])
-    splus = next(entry for entry in entries(comparison, outcomes) if entry.row.name == "splus")
-    assert splus.steps.mean == pytest.approx((3 + 3 * 0.3 / 0.5) / 12)
-    assert splus.loss.mean == 0.5
-
-
-def ended_at(cell: Cell, loss: float) -> Outcome:
-    steps = int(cell.config.steps)
-    final = {weights: {"loss": loss} for weights in ("live", "averaged", "ema_0.5")}
-    curve = [[0, steps], [0.0, 0.1 * steps], [2.0, loss]]
-    result = {"final": final, "curves": dict.fromkeys(final, curve), "status": "finished"}
-    return Outcome(Path(cell.name), "finished", 1.0, result)
+def test_tables_of_the_figures_have_their_values(results: Results) -> None:
+    curves = curve_table(results.rows[:4])
+    assert curves["headings"] == ("step", "Adam", "Adam + EMA", "SPlus", "SPlus (live)")
+    assert curves["rows"][5] == ("50", ["1.5000", "1.4500", "1.0000", "1.6000"])
+    condition = results.comparison.conditions[1]
+    table = rate_table({row: study.swept(row, results.outcomes) for study, row in results.comparison.rows(condition)})
+    splus = [cells[table["headings"].index("SPlus") - 1] for _, cells in table["rows"]]
+    assert [text for text in splus if text != "–"] == ["0.5000", "crashed", "diverged"]
 
 
 class Page(HTMLParser):
@@ -205,47 +200,147 @@ class Page(HTMLParser):
         self.elements.append((tag, dict(attrs)))
 
 
-def test_the_report_is_one_file_for_light_dark_and_small_screens(report: Path) -> None:
-    text = report.read_text()
+def check_page(text: str, figures: int) -> None:
+    """One file; every figure and table says what it shows, headings are in order."""
     elements = Page(text).elements
     for tag, attributes in elements:
-        assert tag not in ("script", "link", "iframe")
+        assert tag != "iframe"
         assert (attributes.get("src") or "data:").startswith("data:")
-        assert (attributes.get("href") or attributes.get("xlink:href") or "#").startswith("#")
-    assert not re.search(r"url\((?!#)", text)
-    assert any(a.get("name") == "viewport" for tag, a in elements if tag == "meta")
-    assert "prefers-color-scheme: dark" in text
+        assert (attributes.get("href") or attributes.get("xlink:href") or "#").startswith(("#", "data:,"))
     ids = [attributes["id"] for _, attributes in elements if "id" in attributes]
     assert len(ids) == len(set(ids))
-    svgs = [tag for tag, _ in elements if tag == "svg"]
-    assert len(svgs) == 2 * 3
-    assert not re.search(r"(fill|stroke): ?#(?!ffffff)[0-9a-f]{6}", text)  # every colour follows the page
+    says = [str(attributes.get("aria-label")) for tag, attributes in elements if tag == "svg"]
+    assert len(says) == figures
+    assert all(": " in text for text in says)
+    tags = [tag for tag, _ in elements]
+    assert tags.count("table") == tags.count("caption")
+    assert all(attributes.get("scope") for tag, attributes in elements if tag == "th")
+    levels = [int(tag[1]) for tag in tags if re.fullmatch("h[1-6]", tag)]
+    assert levels[0] == 1
+    assert levels.count(1) == 1
+    assert all(after <= before + 1 for before, after in itertools.pairwise(levels))
+
+
+def test_the_report_is_one_file_for_light_dark_and_small_screens(report: Path) -> None:
+    text = report.read_text()
+    check_page(text, figures=2 * 4)
+    drawn = "".join(re.findall(r"<svg viewBox.*?</svg>", text, flags=re.DOTALL))
+    assert not re.search(r"url\((?!#)", drawn)
+    assert not re.search(r"#(?!ffffff)[0-9a-f]{6}\b", drawn)  # every colour follows the page
+    assert '<meta name="viewport"' in text
+    assert "default-src 'none'" in text
+    assert "prefers-color-scheme: dark" in text
 
 
 def test_the_report_shows_samples_and_crashes(report: Path) -> None:
     text = report.read_text()
     assert base64.b64encode(b"not really an image").decode() in text
-    assert "diffusion-splus-lr0.1-seed0" in text
+    assert re.search(r"1 run\s+crashed: diffusion-splus-lr[0-9.]+-seed0", text)
     assert "ValueError: no &lt;luck&gt;" in text
     assert "python -m train objective=diffusion preset=smoke schedule=constant optimizer=splus" in text
+    assert COMMAND in text
 
 
 def test_every_figure_is_also_a_png(report: Path) -> None:
     names = {path.stem for path in (report.parent / "figures").glob("*.png")}
-    kinds = ("steps", "seconds", "learning_rate")
-    assert names == {f"{objective}-{kind}" for objective in COMPARISON.objectives for kind in kinds}
+    kinds = ("ratios", "steps", "seconds", "learning_rate")
+    assert names == {f"{objective}-{kind}" for objective in OBJECTIVES for kind in kinds}
 
 
-def test_nothing_to_show_is_shown_as_nothing(tmp_path: Path) -> None:
+def test_several_folders_make_one_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    leave(tmp_path / "one", OBJECTIVES[:1])
+    output = tmp_path / "both.html"
+    with pytest.raises(SystemExit) as code:
+        main([str(tmp_path / "one"), str(tmp_path / "one"), "--output", str(output)])
+    assert code.value.code == 0
+    assert str(output) in capsys.readouterr().out
+    check_page(output.read_text(), figures=2 * 4)
+
+
+def test_a_folder_without_a_comparison_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(SettingError, match=f"{tmp_path} given, which has no comparison.yaml"):
+        load(tmp_path)
+    (tmp_path / SETTINGS).write_text("preset: smoke\n")
+    with pytest.raises(SettingError, match="is of another version"):
+        load(tmp_path)
+
+
+def test_nothing_to_show_is_shown_as_nothing(results: Results, tmp_path: Path) -> None:
     crashed = Outcome(tmp_path / "cells" / "gone", "crashed", 1.0, {}, "MemoryError\n")
+    comparison = Comparison(results.comparison.under(results.comparison.conditions[0]))
     known: dict[Cell, Outcome] = {}
-    while new := [cell for cell in COMPARISON.wanted(known) if cell not in known]:
+    while new := [cell for cell in comparison.wanted(known) if cell not in known]:
         known |= dict.fromkeys(new, crashed)
-    rows = entries(COMPARISON, known)
+    rows = entries(comparison, known)
     assert all(entry.lr is None and math.isnan(entry.steps.mean) for entry in rows)
-    assert write_report(COMPARISON, rows, known, tmp_path, SETTINGS, workers=1).exists()
-    write_summary(rows, TRAINING, tmp_path / "summary.csv")
-    assert {line.rpartition(",")[2] for line in (tmp_path / "summary.csv").read_text().splitlines()[1:]} == {
-        "no result"
+    nothing = Results(tmp_path, results.config, comparison, known, rows, "", {})
+    check_page(write_report([nothing], tmp_path / "report.html").read_text(), figures=4)
+    assert [line.split(": ")[1] for line in headline(rows)] == ["no run to compare with"]
+
+
+def contrast(one: str, other: str) -> float:
+    """Of two colours, as WCAG 2 defines it."""
+
+    def luminance(color: str) -> float:
+        parts = [int(color[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+        linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
+        return sum(weight * part for weight, part in zip((0.2126, 0.7152, 0.0722), linear))
+
+    darker, lighter = sorted((luminance(one), luminance(other)))
+    return (lighter + 0.05) / (darker + 0.05)
+
+
+def test_text_and_lines_stand_out_in_both_themes(report: Path) -> None:
+    themes = re.findall(r":root \{(.*?)\}", report.read_text(), flags=re.DOTALL)[:2]
+    for theme in themes:
+        color = dict(re.findall(r"--([\w-]+): (#[0-9a-f]{6})", theme))
+        for ground in (color["paper"], color["panel"]):
+            assert all(contrast(color[name], ground) >= 4.5 for name in ("ink", "soft", "warn", "focus"))
+            assert all(contrast(color[name], ground) >= 3 for name in PALETTE)  # WCAG 2.1, 1.4.11
+
+
+def test_optimizers_differ_by_more_than_colour_and_their_weights_by_dashes() -> None:
+    methods = ["adam", "splus", *(f"m{i}" for i in range(10))]
+    look = looks([Row(name + suffix, name, LIVE) for name in methods for suffix in ("", "_ema", "_live")])
+    assert len({(of.marker, of.dash) for of in look.values()}) == 3 * len(methods)
+    assert len({look[name].variable for name in methods[:11]}) == 11
+    assert look["m3_ema"].variable == look["m3"].variable
+
+
+VISIT = """<!doctype html><title>begun</title>
+<iframe src="report.html" style="width: 360px; height: 800px; border: 0"></iframe>
+<script>
+const frame = document.querySelector("iframe");
+onload = async () => {
+  const page = frame.contentDocument, box = page.querySelector("details.explore[open]");
+  for (let i = 0; i < 200 && box.dataset.state !== "ready"; i++) await new Promise((done) => setTimeout(done, 50));
+  for (const selector of ["[value=seconds]", "[data-of=scale]", "[value=adam]"]) box.querySelector(selector).click();
+  const plots = frame.contentWindow.Bokeh.documents.map((of) => of.roots()[0]);
+  document.body.textContent = JSON.stringify({
+    state: box.dataset.state, beyond: page.documentElement.scrollWidth - page.documentElement.clientWidth,
+    scales: plots.map((plot) => plot.y_scale.type), across: plots[0].below[0].axis_label,
+    hidden: [...new Set(plots.flatMap((plot) => plot.renderers.filter((r) => !r.visible).map((r) => r.name)))],
+  });
+};
+</script>"""
+
+
+@pytest.mark.skipif(shutil.which("chromium") is None, reason="needs chromium")
+def test_in_a_browser_figures_obey_their_controls_and_nothing_is_wider_than_a_phone(report: Path) -> None:
+    visit = report.with_name("visit.html")
+    visit.write_text(VISIT)
+    options = ["--headless", "--no-sandbox", "--disable-gpu", "--allow-file-access-from-files", "--dump-dom"]
+    options += [f"--user-data-dir={report.parent / 'profile'}", "--enable-logging=stderr"]
+    command = ["chromium", *options, "--virtual-time-budget=15000", visit.as_uri()]
+    browser = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    said = [line for line in browser.stderr.splitlines() if "CONSOLE" in line and "setting log level" not in line]
+    assert not said
+    found = re.search(r"<body>(\{.*\})</body>", browser.stdout)
+    assert found, browser.stdout[:500]
+    assert json.loads(found[1].replace("&gt;", ">")) == {
+        "state": "ready",
+        "beyond": 0,
+        "scales": ["LogScale", "LogScale"],
+        "across": "training time, s",
+        "hidden": ["adam"],
     }
-    assert [line.split(": ")[1] for line in headline(rows)] == ["no run to compare with"] * 2
