@@ -9,7 +9,6 @@ like; the same command continues where it stopped.
 
 from __future__ import annotations
 
-import csv
 from pathlib import Path
 
 import hydra
@@ -19,6 +18,7 @@ from rich.table import Table
 
 from benchmarks.cells import ROOT, Cell, Outcome
 from benchmarks.command import executor_from, run_command, show_crashes
+from benchmarks.csv_file import write_csv
 from benchmarks.progress import Progress
 from benchmarks.sweep import run_cells
 
@@ -93,13 +93,6 @@ def table_rows(config: DictConfig, outcomes: dict[tuple[str, str], Outcome]) -> 
 def seconds_per_step(outcome: Outcome) -> float:
     """Of the training clock; NaN for a run that crashed."""
     return outcome.result["seconds"] / max(outcome.result["step"], 1) if outcome.result else float("nan")
-
-
-def write_csv(rows: list[dict[str, str | float]], path: Path) -> None:
-    with open(path, "w", newline="") as file:
-        writer = csv.DictWriter(file, fieldnames=list(rows[0]))
-        writer.writeheader()
-        writer.writerows(rows)
 
 
 def terminal_table(config: DictConfig, rows: list[dict[str, str | float]]) -> Table:

@@ -36,9 +36,8 @@ class Cell:
 
     @property
     def config(self) -> DictConfig:
-        """The whole configuration, resolved."""
-        group = (f"wandb.group='{self.group}'",) if self.group else ()
-        return compose_config((*group, *self.overrides))
+        """The whole configuration, resolved. Not to be changed: equal cells share it."""
+        return grouped_config(self.overrides, self.group)
 
     @property
     def hash(self) -> str:
@@ -95,6 +94,15 @@ def compose_config(overrides: tuple[str, ...]) -> DictConfig:
 
 
 @cache
+def grouped_config(overrides: tuple[str, ...], group: str) -> DictConfig:
+    config = compose_config(overrides).copy()
+    OmegaConf.set_readonly(config, False)
+    config.wandb.group = group or config.wandb.group
+    OmegaConf.set_readonly(config, True)
+    return config
+
+
+@cache
 def hash_of_config(overrides: tuple[str, ...]) -> str:
     return config_hash(compose_config(overrides))
 
@@ -113,7 +121,7 @@ def known_outcome(cell: Cell, root: Path, recorded: Mapping[str, Outcome] | None
 
     Nothing stands for the directory of one whose checkpoint is wanted.
     """
-    elsewhere = {} if "keep_checkpoint=true" in cell.overrides else recorded or {}
+    elsewhere = {} if compose_config(cell.overrides).keep_checkpoint else recorded or {}
     return earlier_outcome(cell.directory(root)) or elsewhere.get(cell.hash)
 
 

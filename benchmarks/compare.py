@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import shlex
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Sequence
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -18,17 +19,26 @@ import hydra
 from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
 
-from benchmarks.cells import ROOT, Cell, finished_earlier
-from benchmarks.command import SettingError, executor_from, run_command, show_crashes, warn_of_other_code
-from benchmarks.comparison import REFERENCE, Comparison, Condition, Study, Training
-from benchmarks.ledger import Ledger
+from benchmarks.cells import ROOT
+from benchmarks.command import SettingError, executor_from, run_command, show_crashes, swept
+from benchmarks.comparison import (
+    CONSTANT,
+    INITIALISATION,
+    REFERENCE,
+    Comparison,
+    Condition,
+    Study,
+    Training,
+    labels,
+)
 from benchmarks.methods import Method, method
-from benchmarks.progress import Progress
 from benchmarks.summary import headline, memory, write_details, write_differences, write_summary
-from benchmarks.sweep import Outcomes, run_cells
+from benchmarks.sweep import Outcomes
 from benchmarks.table import entries, notes, terminal_tables, title
 
 SETTINGS = "comparison.yaml"
+PART = ("optimizers", "starts", "schedules", "batches", "budgets", "seeds", "rates", "searched")
+VARIANT = ("optimizer", "settings", "label", "sweep")
 
 
 @hydra.main(config_path=str(ROOT / "conf" / "comparison"), config_name="compare", version_base="1.3")
@@ -39,21 +49,8 @@ def main(config: DictConfig) -> None:
 def compare(config: DictConfig, console: Console) -> int:
     """Runs the comparison and writes its tables and report; the exit code, 1 if any run crashed."""
     comparison, executor = comparison_from(config), executor_from(config)
-    output = Path(config.output)
-    with Progress(console, executor.workers, comparison.expected) as progress:
-        ledger = Ledger(output / "runs.csv", labels, progress, curves=True)
-        earlier = finished_earlier(comparison.wanted, output / "cells", ledger.known)
-        announce(comparison, config, earlier, executor.workers, console)
-        if config.report_only:
-            return conclude(comparison, earlier, config, executor.workers, console)
-        outcomes = run_cells(
-            comparison.wanted,
-            output / "cells",
-            executor,
-            watcher=ledger,
-            fail_fast=config.fail_fast,
-            recorded=ledger.known,
-        )
+    opening = f"{config.title} on {', '.join(map(title, comparison.objectives)).lower()} (preset {config.preset})."
+    outcomes = swept(comparison, labels, config, executor, console, opening, curves=True)
     return conclude(comparison, outcomes, config, executor.workers, console)
 
 
@@ -69,18 +66,50 @@ def comparison_from(config: DictConfig) -> Comparison:
     for name, least in {"seeds": 1, "rates": 1, "workers": 1}.items():
         if config[name] is not None and config[name] < least:
             raise SettingError(f"{name}={config[name]} given; at least {least} is required")
+    methods = methods_from(config)
     training = training_from(config)
     studies: dict[tuple[Condition, str], Study] = {}
-    for objective in config.objectives:
-        for name in config.only:
-            if name not in config.parts:
-                raise SettingError(
-                    f"only={name} given; the parts of this preset are {', '.join(map(str, config.parts))}"
-                )
-            for study in studies_of(config.parts[name], config, objective, training):
-                origin = studies.get((Condition(objective), study.method.name))
-                studies.setdefault(study.key, study if study.condition.is_first else study.after(origin))
+    for objective, name in product(config.objectives, config.only):
+        part = config.parts[name]
+        for condition, optimizer in product(conditions_of(part, config, objective), part.optimizers):
+            origin = None if condition.is_first else studies.get((Condition(objective), optimizer))
+            study = Study(
+                condition, methods[optimizer], training,
+                limit=part.get("rates", config.rates), seeds=part.get("seeds", config.seeds),
+                searched=part.get("searched", True), budgets=tuple(map(float, part.get("budgets", []))), origin=origin,
+            )  # fmt: skip
+            studies.setdefault((condition, optimizer), study)
     return Comparison(tuple(studies.values()))
+
+
+def methods_from(config: DictConfig) -> dict[str, Method]:
+    """The methods of all parts that are run, by name.
+
+    Raises:
+        SettingError: a part, a file or a variant is not there, or first rates are of something else.
+    """
+    unknown = [str(name) for name in config.only if name not in config.parts]
+    if unknown:
+        raise SettingError(f"only={unknown[0]} given; the parts of this preset are {', '.join(map(str, config.parts))}")
+    check_keys("parts", config.parts, PART)
+    check_keys("variants", config.variants, VARIANT)
+    variants: Any = OmegaConf.to_container(config.variants, resolve=True)
+    names = dict.fromkeys(str(name) for part in config.only for name in config.parts[part].optimizers)
+    for objective, rates in config.first_rates.items():
+        for name in rates:
+            if objective not in config.objectives or name not in names:
+                raise SettingError(
+                    f"first_rates.{objective}.{name} given; first_rates.<objective>.<optimizer> of a study is required"
+                )
+    return {name: method(name, config.objectives, variants, config.first_rates) for name in names}
+
+
+def check_keys(setting: str, named: DictConfig, known: Sequence[str]) -> None:
+    """Raise SettingError for a key of ``setting`` that nothing would read."""
+    for name, of in named.items():
+        for key in of:
+            if key not in known:
+                raise SettingError(f"{setting}.{name!s}.{key!s} given; choose among {', '.join(known)}")
 
 
 def training_from(config: DictConfig) -> Training:
@@ -93,63 +122,16 @@ def training_from(config: DictConfig) -> Training:
     )
 
 
-def studies_of(part: DictConfig, config: DictConfig, objective: str, training: Training) -> Iterator[Study]:
-    """Of one part of the configuration and one objective: every method under every condition."""
-    variants: Any = OmegaConf.to_container(config.variants, resolve=True)
-    for start in part.get("starts", ["initialisation"]):
-        if start not in ("initialisation", *config.starts):
-            raise SettingError(
-                f"starts: {start} given; choose among initialisation, {', '.join(map(str, config.starts))}"
-            )
-        for schedule in part.get("schedules", ["constant"]):
-            for batch in part.get("batches", [1]):
-                for name in part.optimizers:
-                    yield Study(
-                        condition=Condition(objective, str(start), str(schedule), float(batch)),
-                        method=with_own_start(method(str(name), config.objectives, variants), config),
-                        training=training,
-                        limit=part.get("rates", config.rates),
-                        seeds=part.get("seeds", config.seeds),
-                        searched=part.get("searched", True),
-                        budgets=tuple(map(float, part.get("budgets", []))),
-                    )
-
-
-def with_own_start(of: Method, config: DictConfig) -> Method:
-    """The method with the first learning rates that the command gives instead of its own."""
-    given: Mapping[str, Any] = config.first_rates
-    strange = [
-        f"{objective}.{name}" for objective, rates in given.items() for name in rates if objective not in of.start
+def conditions_of(part: DictConfig, config: DictConfig, objective: str) -> list[Condition]:
+    """Of one part of the configuration and one objective."""
+    starts = [str(start) for start in part.get("starts", [INITIALISATION])]
+    known = (INITIALISATION, *map(str, config.starts))
+    if set(starts) - set(known):
+        raise SettingError(f"starts: {', '.join(starts)} given; choose among {', '.join(known)}")
+    schedules, batches = part.get("schedules", [CONSTANT]), part.get("batches", [1])
+    return [
+        Condition(objective, start, str(of), float(batch)) for start, of, batch in product(starts, schedules, batches)
     ]
-    if strange:
-        raise SettingError(f"first_rates.{strange[0]} given; first_rates.<objective>.<optimizer> is required")
-    own = {o: float(rates[of.name]) for o, rates in given.items() if of.name in rates}
-    if any(not rate > 0 for rate in own.values()):
-        raise SettingError(f"first_rates of {of.name}: {own} given; positive rates are required")
-    return of.starting_at(own)
-
-
-def labels(cell: Cell) -> dict[str, object]:
-    """What the list of runs says of a cell."""
-    config, (condition, optimizer) = cell.config, cell.group.split("/")
-    return {
-        "run": cell.name, "condition": condition, "optimizer": optimizer,
-        "learning_rate": config.optimizer.lr, "seed": config.seed, "batch_size": config.batch_size,
-    }  # fmt: skip
-
-
-def announce(comparison: Comparison, config: DictConfig, earlier: Outcomes, workers: int, console: Console) -> None:
-    """Says what is going to be run, how long it takes and how much of it is there already."""
-    console.print(
-        f"{config.title} on {', '.join(map(title, comparison.objectives)).lower()} (preset {config.preset}).\n"
-        f"Expected: {config.expected}; this machine runs {workers} at once.\n"
-        f"About {sum(comparison.expected(earlier).values())} training runs, depending on the learning rates; "
-        f"{len(earlier)} are finished already.\n"
-        f"Results go to {config.output}. Stop at any time (Ctrl-C): the same command continues.",
-        highlight=False,
-        soft_wrap=True,
-    )
-    warn_of_other_code(earlier, console, delete=f"{config.output}/cells and their lines of {config.output}/runs.csv")
 
 
 def conclude(comparison: Comparison, outcomes: Outcomes, config: DictConfig, workers: int, console: Console) -> int:
@@ -158,7 +140,7 @@ def conclude(comparison: Comparison, outcomes: Outcomes, config: DictConfig, wor
 
     output = Path(config.output)
     rows = entries(comparison, outcomes)
-    write_summary(rows, training_from(config), output / "summary.csv")
+    write_summary(rows, comparison.training, output / "summary.csv")
     write_details(rows, output / "details.csv")
     write_differences(rows, output / "differences.csv")
     command = shlex.join(["python", "-m", "benchmarks.compare", *(a for a in sys.argv[1:] if a != "report_only=true")])

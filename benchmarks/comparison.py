@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from statistics import fmean
@@ -37,13 +37,11 @@ class Condition:
         """Whether it is the one in which other conditions of the objective find their first learning rate."""
         return self == Condition(self.objective)
 
+    @property
     def name(self) -> str:
         batch = "" if self.batch == 1 else f"batch{self.batch:g}"
-        parts = (self.objective, *(part for part in (self.start, self.schedule) if part not in DEFAULTS), batch)
-        return "-".join(part for part in parts if part)
-
-
-DEFAULTS = (INITIALISATION, CONSTANT)
+        others = (part for part in (self.start, self.schedule) if part not in (INITIALISATION, CONSTANT))
+        return "-".join(part for part in (self.objective, *others, batch) if part)
 
 
 @dataclass(frozen=True)
@@ -99,7 +97,7 @@ class Training:
 
 
 START_SEED = 1000
-DIVERGED = "every run diverged"
+EVERY_RUN_DIVERGED = "every run diverged"
 
 
 @dataclass(frozen=True)
@@ -124,15 +122,8 @@ class Study:
     origin: Study | None = None
 
     @property
-    def key(self) -> tuple[Condition, str]:
-        return self.condition, self.method.name
-
-    def after(self, origin: Study | None) -> Study:
-        return replace(self, origin=origin)
-
-    @property
     def group(self) -> str:
-        return f"{self.condition.name()}/{self.method.name}"
+        return f"{self.condition.name}/{self.method.name}"
 
     def cell(self, index: int, seed: int, budget: float = 1.0) -> Cell:
         condition, training = self.condition, self.training
@@ -147,7 +138,7 @@ class Study:
             after = training.start(condition.objective, condition.start)
             settings += [f"start.directory={after.directory(training.root)}", f"start.key={after.hash}"]
         shorter = "" if budget == 1 else f"-budget{budget:g}"
-        name = f"{condition.name()}-{self.method.name}-lr{lr}-seed{seed}{shorter}"
+        name = f"{condition.name}-{self.method.name}-lr{lr}-seed{seed}{shorter}"
         return Cell(name, (*settings, f"optimizer.lr={lr}", f"seed={seed}"), self.group, after)
 
     def first_index(self, outcomes: Outcomes) -> int | None:
@@ -185,7 +176,9 @@ class Study:
         losses = self.swept(row, outcomes)
         index = bracket.best(losses)
         if index is None:
-            return Choice(None, row.weights, False, DIVERGED if math.inf in losses.values() else "no run has ended")
+            return Choice(
+                None, row.weights, False, EVERY_RUN_DIVERGED if math.inf in losses.values() else "no run has ended"
+            )
         weights = best_weights(outcomes[self.cell(index, seed=0)], row.weights)
         if bracket.is_bracketed(losses):
             return Choice(index, weights, True)
@@ -219,6 +212,10 @@ class Comparison:
     @cached_property
     def conditions(self) -> tuple[Condition, ...]:
         return tuple(dict.fromkeys(study.condition for study in self.studies))
+
+    @property
+    def training(self) -> Training:
+        return self.studies[0].training
 
     @property
     def objectives(self) -> tuple[str, ...]:
@@ -261,6 +258,15 @@ class Comparison:
                 if cell.after is not None:
                     counts[cell.after.group] = len(study.training.starts)
         return counts
+
+
+def labels(cell: Cell) -> dict[str, object]:
+    """What the list of runs says of a cell."""
+    config, (condition, optimizer) = cell.config, cell.group.split("/")
+    return {
+        "run": cell.name, "condition": condition, "optimizer": optimizer,
+        "learning_rate": config.optimizer.lr, "seed": config.seed, "batch_size": config.batch_size,
+    }  # fmt: skip
 
 
 def final_loss(outcome: Outcome, weights: str) -> float | None:

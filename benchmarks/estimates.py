@@ -89,7 +89,6 @@ def paired_difference(values: Sequence[float | None], others: Sequence[float | N
 
     A run that diverged, or is not there, takes its pair with it.
     """
-
     pairs = [
         (a, b)
         for a, b in zip(values, others)

@@ -19,7 +19,7 @@ from matplotlib.figure import Figure
 from benchmarks import bracket
 from benchmarks.comparison import REFERENCE
 from benchmarks.estimates import Estimate
-from benchmarks.methods import Row
+from benchmarks.methods import Row, method_name
 from benchmarks.steps_to_adam import Curve, crossing
 from benchmarks.summary import OURS
 from benchmarks.table import Entry
@@ -80,11 +80,6 @@ def looks(rows: Iterable[Row]) -> dict[str, Look]:
         marker = MARKERS[methods.index(method) % len(MARKERS)]
         found[name] = Look(variable, DASHES[name.removeprefix(method)], marker)
     return found
-
-
-def method_name(row: str) -> str:
-    """Of the optimizer of a row, by the row's name."""
-    return row.removesuffix("_ema").removesuffix("_live")
 
 
 def draw(rows: Sequence[Entry], swept: Mapping[Row, Swept], look: Mapping[str, Look]) -> dict[str, Figure]:

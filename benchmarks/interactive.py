@@ -18,8 +18,8 @@ from bokeh.plotting import figure
 from bokeh.resources import Resources
 
 from benchmarks import bracket
-from benchmarks.figures import Look, Span, Swept, loss_limits, method_name, rate_limits
-from benchmarks.methods import Row
+from benchmarks.figures import Look, Span, Swept, loss_limits, rate_limits
+from benchmarks.methods import Row, method_name
 from benchmarks.table import Entry
 
 # matplotlib's names of dashes and markers, and Bokeh's

@@ -28,9 +28,7 @@ def averaged_loss(outcome: Outcome) -> float | None:
     """Final loss of the optimizer's averages or the best kept beside it; infinite if diverged, None if crashed."""
     if outcome.status == "crashed":
         return None
-    final = outcome.result.get("final", {})
-    names = [name for name in final if name != "live"]
-    return min((outcome.loss(name) for name in names), default=outcome.loss("live"))
+    return min(map(outcome.loss, outcome.averages()), default=outcome.loss("live"))
 
 
 class Ledger:

@@ -15,11 +15,9 @@ import hydra
 from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
 
-from benchmarks.cells import ROOT, finished_earlier
-from benchmarks.command import SettingError, executor_from, run_command, show_crashes, warn_of_other_code
-from benchmarks.ledger import Ledger
-from benchmarks.progress import Progress
-from benchmarks.sweep import Outcomes, run_cells
+from benchmarks.cells import ROOT
+from benchmarks.command import SettingError, executor_from, run_command, show_crashes, swept
+from benchmarks.sweep import Outcomes
 from benchmarks.transfer import Study, Transfer
 from benchmarks.transfer_table import (
     conversions,
@@ -70,37 +68,9 @@ def transfer_from(config: DictConfig) -> Transfer:
 def measure(transfer: Transfer, config: DictConfig, console: Console) -> int:
     """Runs the sweeps and writes CSVs, figure and report; the exit code, 1 if any run crashed."""
     executor = executor_from(config)
-    output, workers = Path(config.output), executor.workers
-    with Progress(console, workers, transfer.expected) as progress:
-        ledger = Ledger(output / "runs.csv", transfer.labels, progress)
-        earlier = finished_earlier(transfer.wanted, output / "cells", ledger.known)
-        announce(transfer, earlier, config.expected, workers, output, console)
-        if config.report_only:
-            return conclude(transfer, earlier, config, workers, output, console)
-        outcomes = run_cells(
-            transfer.wanted,
-            output / "cells",
-            executor,
-            watcher=ledger,
-            fail_fast=config.fail_fast,
-            recorded=ledger.known,
-        )
-    return conclude(transfer, outcomes, config, workers, output, console)
-
-
-def announce(
-    transfer: Transfer, earlier: Outcomes, expected: str, workers: int, output: Path, console: Console
-) -> None:
-    """Says what is going to be run, how long it takes and how much of it is there already."""
-    console.print(
-        f"The best learning rate against width, for {len(transfer.studies)} pairs of objective and optimizer.\n"
-        f"Expected: {expected}; {workers} runs at once.\n"
-        f"About {sum(transfer.expected(earlier).values())} training runs; {len(earlier)} are finished already.\n"
-        f"Results go to {output}. Stop at any time (Ctrl-C): the same command continues.",
-        highlight=False,
-        soft_wrap=True,
-    )
-    warn_of_other_code(earlier, console, delete=f"{output}/cells and their lines of {output}/runs.csv")
+    opening = f"The best learning rate against width, for {len(transfer.studies)} pairs of objective and optimizer."
+    outcomes = swept(transfer, transfer.labels, config, executor, console, opening)
+    return conclude(transfer, outcomes, config, executor.workers, Path(config.output), console)
 
 
 def conclude(

@@ -12,8 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
 
 from hydra.utils import get_class
@@ -22,6 +21,7 @@ from omegaconf import DictConfig, OmegaConf
 from benchmarks.cells import ROOT
 from benchmarks.command import SettingError
 
+FOLDER = ROOT / "conf" / "optimizer"
 LIVE, AVERAGED = "live", "averaged"
 # Of the rows after the first, by their weights.
 SUFFIXES = {LIVE: ("_live", " (live)"), AVERAGED: ("_ema", " + EMA")}
@@ -58,24 +58,27 @@ class Method:
     rows: tuple[Row, ...]
     start: Mapping[str, float]
 
-    def starting_at(self, rates: Mapping[str, float]) -> Method:
-        """With other first learning rates on some objectives."""
-        return replace(self, start={**self.start, **rates})
+
+def method_name(row: str) -> str:
+    """Of the method of a row, by the row's name."""
+    return row.removesuffix("_ema").removesuffix("_live")
 
 
-def method(name: str, objectives: Sequence[str], variants: Mapping[str, Any], folder: Path | None = None) -> Method:
+def method(
+    name: str, objectives: Sequence[str], variants: Mapping[str, Any], first_rates: Mapping[str, Any] | None = None
+) -> Method:
     """The method of a file of conf/optimizer/, or of one of ``variants``.
 
     Args:
         variants: by name, the "optimizer" that is varied, its "settings" and perhaps a "label".
-        folder: of the files.
+        first_rates: by objective and method, first learning rates instead of the file's.
 
     Raises:
-        SettingError: there is neither, or its block "sweep" is none.
+        SettingError: there is neither, its block "sweep" is none, or a rate is not positive.
     """
     variant = variants.get(name, {})
     optimizer = str(variant.get("optimizer", name))
-    config = _load(optimizer, folder or ROOT / "conf" / "optimizer", variants)
+    config = _load(optimizer, variants)
     sweep: Mapping[str, Any] = {**config.get("sweep", {}), **variant.get("sweep", {})}
     label = str(variant.get("label", sweep.get("label", optimizer) if optimizer == name else name))
     weights = list(sweep.get("weights") or _default_weights(config))
@@ -83,15 +86,20 @@ def method(name: str, objectives: Sequence[str], variants: Mapping[str, Any], fo
         raise SettingError(f"{optimizer}: sweep.weights={weights} given; some of {', '.join(SUFFIXES)} are required")
     rows = [Row(name, label, weights[0])]
     rows += [Row(name + SUFFIXES[of][0], label + SUFFIXES[of][1], of) for of in weights[1:]]
-    start = {objective: _rate(optimizer, objective, sweep, config) for objective in objectives}
+    own = {objective: sweep.get("start", {}).get(objective, config.lr) for objective in objectives}
+    given = {objective: rates[name] for objective, rates in (first_rates or {}).items() if name in rates}
+    start = {objective: float(given.get(objective, rate)) for objective, rate in own.items()}
+    for objective, rate in start.items():
+        if not (rate > 0 and math.isfinite(rate)):
+            raise SettingError(f"first learning rate {rate} of {name} on {objective} given; a positive one is required")
     settings = (f"optimizer={optimizer}", *map(str, variant.get("settings", ())))
     return Method(name, settings, tuple(rows), start)
 
 
-def _load(optimizer: str, folder: Path, variants: Mapping[str, Any]) -> DictConfig:
-    path = folder / f"{optimizer}.yaml"
+def _load(optimizer: str, variants: Mapping[str, Any]) -> DictConfig:
+    path = FOLDER / f"{optimizer}.yaml"
     if not path.exists():
-        known = sorted(path.stem for path in folder.glob("*.yaml"))
+        known = sorted(path.stem for path in FOLDER.glob("*.yaml"))
         raise SettingError(
             f"optimizer {optimizer} given; choose among {', '.join([*known, *variants])}, or write {path}"
         )
@@ -103,10 +111,3 @@ def _load(optimizer: str, folder: Path, variants: Mapping[str, Any]) -> DictConf
 def _default_weights(config: DictConfig) -> list[str]:
     """Optimizers with a mode for evaluation have averages of their own, and live weights are no end in themselves."""
     return [AVERAGED] if hasattr(get_class(config._target_), "eval") else [LIVE, AVERAGED]
-
-
-def _rate(optimizer: str, objective: str, sweep: Mapping[str, Any], config: DictConfig) -> float:
-    rate = float(sweep.get("start", {}).get(objective, config.lr))
-    if not (rate > 0 and math.isfinite(rate)):
-        raise SettingError(f"{optimizer}: sweep.start.{objective}={rate} given; a positive rate is required")
-    return rate

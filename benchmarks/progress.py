@@ -29,6 +29,7 @@ class Progress:
     def __init__(self, console: Console, workers: int, expected: Callable[[Outcomes], Mapping[str, int]]) -> None:
         self.console, self.workers, self.expected = console, workers, expected
         self.earlier = 0
+        self._expected: tuple[int, Mapping[str, int]] = (-1, {})  # at so many outcomes: it takes a while to tell
         self.live = Live(console=console, transient=True, refresh_per_second=4) if console.is_terminal else None
 
     def __enter__(self) -> Progress:
@@ -63,7 +64,9 @@ class Progress:
                 item.cell.name, ProgressBar(steps, step, width=10), f"{step}/{steps}", f"loss {shown}",
                 f"{time.monotonic() - item.started:.0f} s",
             )  # fmt: skip
-        expected = self.expected(outcomes)
+        if self._expected[0] != len(outcomes):
+            self._expected = (len(outcomes), self.expected(outcomes))
+        expected = self._expected[1]
         total = sum(expected.values())
         left = seconds_left(expected, outcomes, running, parts) / self.workers
         line = f"{len(outcomes)} of about {total} runs finished"

@@ -18,7 +18,6 @@ orthogonality  max |QᵀQ - I|
 from __future__ import annotations
 
 import argparse
-import csv
 import statistics
 import time
 from collections.abc import Callable
@@ -31,6 +30,7 @@ from rich.table import Table
 from torch import Tensor
 from tqdm import tqdm
 
+from benchmarks.csv_file import write_csv
 from benchmarks.recording import recorded_states
 from splus.eigenbasis import basis_drift, orthogonality_error, refreshed_basis
 
@@ -52,13 +52,9 @@ def main() -> None:
                 rows += compare([state[name] for state in states], arguments.rounds)
     console = Console()
     console.print(table(rows))
-    output = Path(arguments.output)
-    output.mkdir(parents=True, exist_ok=True)
-    with open(output / "refresh.csv", "w", newline="") as file:
-        writer = csv.DictWriter(file, fieldnames=list(rows[0]))
-        writer.writeheader()
-        writer.writerows(rows)
-    console.print(f"Written to {output / 'refresh.csv'}", highlight=False)
+    path = Path(arguments.output) / "refresh.csv"
+    write_csv(rows, path)
+    console.print(f"Written to {path}", highlight=False)
 
 
 def compare(factors: list[Tensor], rounds: int) -> list[dict[str, Any]]:

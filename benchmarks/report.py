@@ -32,7 +32,7 @@ from benchmarks.figures import PALETTE, looks
 from benchmarks.ledger import read
 from benchmarks.machine import processor, usable_cores
 from benchmarks.sections import section, studies
-from benchmarks.summary import headline
+from benchmarks.summary import means
 from benchmarks.sweep import Outcomes
 from benchmarks.table import Entry, entries, notes
 
@@ -124,7 +124,7 @@ def write_report(results: Sequence[Results], path: Path) -> Path:
             "sections": [
                 section(
                     of.comparison, condition, [entry for entry in of.rows if entry.condition == condition],
-                    of.outcomes, look, prefix + condition.name(), path.parent / "figures",
+                    of.outcomes, look, prefix + condition.name, path.parent / "figures",
                 )
                 for condition in of.comparison.conditions
             ],
@@ -145,12 +145,6 @@ def write_report(results: Sequence[Results], path: Path) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(page, encoding="utf-8")
     return path
-
-
-def means(rows: Sequence[Entry]) -> list[str]:
-    """The lines of the summary that are of no single condition."""
-    single = {line for entry in rows for line in headline([e for e in rows if e.condition == entry.condition])}
-    return [line for line in headline(rows) if line not in single]
 
 
 def template(name: str) -> Any:

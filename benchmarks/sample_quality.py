@@ -8,7 +8,6 @@ same data. A guide: docs/sample-quality.md.
 
 from __future__ import annotations
 
-import csv
 import json
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -27,6 +26,7 @@ from tqdm import tqdm
 from benchmarks.cells import ROOT, compose_config
 from benchmarks.classifier import INCEPTION_FEATURES, Judge, Judged, classifier_config, inception, trained_classifier
 from benchmarks.command import SettingError, run_command
+from benchmarks.csv_file import write_csv
 from benchmarks.frechet import frechet_distance
 from train import checkpoint
 from train.config import build
@@ -34,7 +34,6 @@ from train.objectives import SAMPLING_BATCH, Diffusion
 from train.parallel import local_device
 from train.trainer import Trainer, generator
 
-FIELDS = ("set", "weights", "guidance", "images", "loss", "frechet_distance", "class_accuracy", "fid")
 HEADINGS = {"frechet_distance": "Fréchet", "class_accuracy": "accuracy", "fid": "FID"}
 UNAUGMENTED = {"shift": 0, "flip": False}  # settings of data that have these
 Row = dict[str, Any]
@@ -202,14 +201,6 @@ def training_images(data: Any, labels: Tensor) -> Tensor:
         parts.append((images[chosen], found[chosen]))
     drawn, of = map(torch.cat, zip(*parts))
     return drawn[of.argsort()[labels.argsort().argsort()]]
-
-
-def write_csv(rows: list[Row], path: Path) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with open(path, "w", newline="") as file:
-        writer = csv.DictWriter(file, FIELDS)
-        writer.writeheader()
-        writer.writerows(rows)
 
 
 def table(rows: list[Row], config: DictConfig) -> Table:

@@ -16,12 +16,12 @@ from benchmarks import bracket, interactive
 from benchmarks.cells import Cell, Outcome, compose_config
 from benchmarks.comparison import REFERENCE, Comparison, Condition
 from benchmarks.estimates import Estimate, paired_difference
-from benchmarks.figures import Look, Span, Swept, draw, draw_ratios, inline_svg, method_name, not_reached, save_png
-from benchmarks.methods import Row
+from benchmarks.figures import Look, Span, Swept, draw, draw_ratios, inline_svg, not_reached, save_png
+from benchmarks.methods import Row, method_name
 from benchmarks.progress import summary
-from benchmarks.summary import OURS, brackets, headline
+from benchmarks.summary import OURS, verdict
 from benchmarks.sweep import Outcomes
-from benchmarks.table import HEADINGS, Entry, condition_title, estimate_text, reproduce, texts
+from benchmarks.table import HEADINGS, Entry, brackets, condition_title, estimate_text, reproduce, state_text, texts
 
 LOG_LINES = 20  # of the end of a crashed run's error
 
@@ -43,6 +43,7 @@ def section(
         figures: the folder in which the figures are left as PNG too.
     """
     swept = {row: study.swept(row, outcomes) for study, row in comparison.rows(condition)}
+    adam = next((entry for entry in rows if entry.row.name == REFERENCE), None)
     title = condition_title(condition)
     says = described(title, rows, swept)
     figures.mkdir(parents=True, exist_ok=True)
@@ -56,10 +57,10 @@ def section(
         "name": name,
         "title": title,
         "winners": winners(rows),
-        "verdict": verdict(rows, title),
+        "verdict": verdict(rows),
         "ratios": shown("ratios", draw_ratios(rows, look)),
         "headings": (*HEADINGS, "state, MB"),
-        "rows": [(entry.row.name == OURS, [*texts(entry), memory(entry, rows)]) for entry in rows],
+        "rows": [(entry.row.name == OURS, [*texts(entry), state_text(entry, adam)]) for entry in rows],
         "figures": [shown(kind, figure) for kind, figure in draw(rows, swept, look).items()],
         "items": interactive.items(rows, swept, look),
         "legend": [(entry.row.name, entry.row.label, look[entry.row.name].variable) for entry in rows],
@@ -67,12 +68,6 @@ def section(
         "rates": rate_table(swept),
         "samples": samples(rows),
     }
-
-
-def verdict(rows: Sequence[Entry], title: str) -> str:
-    """The line of the summary, without the title of the condition."""
-    lines = headline(rows)
-    return lines[0].removeprefix(f"{title}: ") if lines else ""
 
 
 def winners(rows: Sequence[Entry]) -> list[dict[str, str]]:
@@ -108,14 +103,6 @@ def won(name: str, rows: Sequence[Entry], value: Callable[[Entry], Estimate], di
             sure = "a clear lead" if lead.significant else "not a significant lead"
             after += f"; {sure}: {lead.mean:+.{digits}f}, 95% {lead.low:+.{digits}f} to {lead.high:+.{digits}f}"
     return {"measure": name, "label": best.row.label, "number": number, "interval": interval, "next": after}
-
-
-def memory(entry: Entry, rows: Sequence[Entry]) -> tuple[str, str]:
-    """Megabytes of the optimizer's state, and that over Adam's."""
-    if entry.state_bytes is None:
-        return "–", ""
-    adam = next((other.state_bytes for other in rows if other.row.name == REFERENCE), None)
-    return f"{entry.state_bytes / 1e6:.2f}", f"×{entry.state_bytes / adam:.2f}" if adam else ""
 
 
 def described(title: str, rows: Sequence[Entry], swept: Mapping[Row, Swept]) -> dict[str, str]:

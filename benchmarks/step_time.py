@@ -20,7 +20,6 @@ rule in fp32, batched by shape, alone. Written to results/step_time/: a CSV and 
 from __future__ import annotations
 
 import argparse
-import csv
 import statistics
 import time
 from collections.abc import Callable
@@ -33,6 +32,7 @@ from rich.table import Table
 from tqdm import tqdm
 
 from benchmarks.contenders import CONTENDERS, PERIOD, SETS, Contender, Floor, ParameterSet, Run
+from benchmarks.csv_file import write_csv
 
 TIMES = ("first", "step", "mean", "slowest")
 Row = dict[str, Any]
@@ -171,13 +171,6 @@ def table(rows: list[Row], parameters: ParameterSet) -> Table:
             cells += [f"{row['slowest/step']:.1f}", f"{row['state']:.1f}", f"{row['temporary'] / 2**20:.0f}"]
         shown.add_row(row["optimizer"], *cells)
     return shown
-
-
-def write_csv(rows: list[Row], path: Path) -> None:
-    with open(path, "w", newline="") as file:
-        writer = csv.DictWriter(file, fieldnames=list(dict.fromkeys(key for row in rows for key in row)))
-        writer.writeheader()
-        writer.writerows(rows)
 
 
 def plot(rows: list[Row], path: Path) -> None:

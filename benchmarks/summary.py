@@ -2,64 +2,69 @@
 
 from __future__ import annotations
 
-import csv
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.comparison import REFERENCE, Condition, Training
+from benchmarks.comparison import REFERENCE, Training
+from benchmarks.csv_file import write_csv
 from benchmarks.estimates import Difference, Estimate, mean_over
-from benchmarks.table import REACHED, Entry, condition_title, estimate_text, title
+from benchmarks.methods import method_name
+from benchmarks.table import REACHED, Entry, brackets, condition_title, estimate_text, state_text, title
 
 OURS = "splus"
+DIGITS = 6  # of the numbers in the files
 
 
 def write_summary(rows: Sequence[Entry], training: Training, path: Path) -> None:
     """One line for each row of the tables; ratios that are not reached, and their intervals, are empty."""
-    lines = []
-    for entry in rows:
-        condition = entry.condition
-        lines.append({
-            "objective": condition.objective, "start": condition.start, "optimizer": entry.row.name,
-            "schedule": condition.schedule,
-            "batch_size": training.size(condition.objective, "batch_size", condition.batch),
+    lines = [
+        _place(entry) | {
+            "batch_size": training.size(entry.condition.objective, "batch_size", entry.condition.batch),
             "learning_rate": entry.lr, "seeds": len(entry.outcomes), "final_loss": _mean(entry.loss),
             **_columns("sta", entry.steps), **_columns("tta", entry.time), "status": entry.status,
-        })  # fmt: skip
-    write_csv(lines, path)
+        }
+        for entry in rows
+    ]  # fmt: skip
+    write_csv(lines, path, DIGITS)
 
 
 def write_details(rows: Sequence[Entry], path: Path) -> None:
     """What else there is of the same lines: weights, brackets, measures, steps to Adam's averages, time and memory."""
-    lines = []
-    for entry in rows:
-        condition = entry.condition
-        lines.append({
-            "objective": condition.objective, "start": condition.start, "optimizer": entry.row.name,
-            "schedule": condition.schedule, "batch": condition.batch, "weights": entry.choice.weights,
+    lines = [
+        _place(entry) | {
+            "batch": entry.condition.batch, "weights": entry.choice.weights,
             "bracketed": entry.choice.bracketed, "note": entry.choice.note,
             **_columns("final_loss", entry.loss), "measure_name": entry.measure, "measure": _mean(entry.measured),
             **_columns("steps_to_adam_ema", entry.steps_ema),
             "seconds_per_step": entry.step_seconds, "seconds_per_step_ratio": entry.step_ratio,
             "state_bytes": entry.state_bytes,
-        })  # fmt: skip
-    write_csv(lines, path)
+        }
+        for entry in rows
+    ]  # fmt: skip
+    write_csv(lines, path, DIGITS)
 
 
 def write_differences(rows: Sequence[Entry], path: Path) -> None:
     """Paired differences in final loss of every two rows of a condition, the first less the second."""
-    lines = []
-    for entry in rows:
-        condition = entry.condition
-        for other, difference in entry.against.items():
-            lines.append({
-                "objective": condition.objective, "start": condition.start, "schedule": condition.schedule,
-                "batch": condition.batch, "optimizer": entry.row.name, "other": other,
-                "difference": difference.mean, "low": difference.low, "high": difference.high, "p": difference.p,
-                "pairs": difference.pairs,
-            })  # fmt: skip
-    write_csv(lines, path)
+    lines = [
+        _place(entry) | {
+            "batch": entry.condition.batch, "other": other, "difference": difference.mean,
+            "low": difference.low, "high": difference.high, "p": difference.p, "pairs": difference.pairs,
+        }
+        for entry in rows
+        for other, difference in entry.against.items()
+    ]  # fmt: skip
+    write_csv(lines, path, DIGITS)
+
+
+def _place(entry: Entry) -> dict[str, Any]:
+    condition = entry.condition
+    return {
+        "objective": condition.objective, "start": condition.start, "optimizer": entry.row.name,
+        "schedule": condition.schedule,
+    }  # fmt: skip
 
 
 def _columns(name: str, value: Estimate) -> dict[str, float]:
@@ -75,41 +80,29 @@ def _mean(value: Estimate) -> float:
     return value.mean if value.complete else math.nan
 
 
-def write_csv(lines: Sequence[Mapping[str, Any]], path: Path) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with open(path, "w", newline="") as file:
-        writer = csv.DictWriter(file, fieldnames=list(lines[0]) if lines else ["empty"])
-        writer.writeheader()
-        writer.writerows({key: _plain(value) for key, value in line.items()} for line in lines)
-
-
-def _plain(value: Any) -> Any:
-    """Numbers that are not there as empty fields, others with six significant digits."""
-    if isinstance(value, float):
-        return f"{value:.6g}" if math.isfinite(value) else ""
-    return value
-
-
 def headline(rows: Sequence[Entry]) -> list[str]:
-    """A line for each condition: how much of Adam's steps and time SPlus needs, and who else comes close."""
+    """A line for each condition with SPlus and Adam, then the means over objectives."""
     lines = []
     for condition in dict.fromkeys(entry.condition for entry in rows):
-        of = {entry.row.name: entry for entry in rows if entry.condition == condition}
-        if OURS in of and REFERENCE in of:
-            lines.append(f"{condition_title(condition)}: {_verdict(of[OURS])}{_rivals(of)}")
-    return [*lines, *_means(rows)]
+        says = verdict([entry for entry in rows if entry.condition == condition])
+        lines += [f"{condition_title(condition)}: {says}"] if says else []
+    return [*lines, *means(rows)]
 
 
-def _verdict(entry: Entry) -> str:
+def verdict(rows: Sequence[Entry]) -> str:
+    """How much of Adam's steps and time SPlus needs under one condition, and who else comes close; "" without both."""
+    of = {entry.row.name: entry for entry in rows}
+    return _reached(of[OURS]) + _rivals(of) if OURS in of and REFERENCE in of else ""
+
+
+def _reached(entry: Entry) -> str:
     if not entry.steps.total:
         return "no run to compare with"
     if entry.steps.complete:
-        (steps, interval), (time, time_interval) = estimate_text(entry.steps, ""), estimate_text(entry.time, "")
-        return f"{steps}{brackets(interval)} of Adam's steps, {time}{brackets(time_interval)} of its time"
-    text = "SPlus does not reach Adam's final loss within Adam's steps"
-    return text + (
-        f" with {entry.steps.missing} of {entry.steps.total} seeds" if entry.steps.missing < entry.steps.total else ""
-    )
+        return f"{_with_interval(entry.steps)} of Adam's steps, {_with_interval(entry.time)} of its time"
+    some = entry.steps.missing < entry.steps.total
+    seeds = f" with {entry.steps.missing} of {entry.steps.total} seeds" if some else ""
+    return f"SPlus does not reach Adam's final loss within Adam's steps{seeds}"
 
 
 def _rivals(of: Mapping[str, Entry]) -> str:
@@ -132,42 +125,34 @@ def difference_text(difference: Difference) -> str:
     return f"{sign}: {difference.mean:+.3f}, {interval}, p = {difference.p:.2g}, {difference.pairs} seeds"
 
 
-def _means(rows: Sequence[Entry]) -> Iterator[str]:
-    """SPlus's mean over objectives under the first condition of each, and of the others that reach Adam's loss."""
+def means(rows: Sequence[Entry]) -> list[str]:
+    """Means over objectives, under the first condition of each, of the optimizers that reach Adam's loss on all."""
     first = [entry for entry in rows if entry.condition.is_first]
     objectives = {entry.condition.objective for entry in first}
-    if len(objectives) < 2:
-        return
+    lines = []
     for name, label in {entry.row.name: entry.row.label for entry in first if entry.row.name != REFERENCE}.items():
-        own = [entry for entry in first if entry.row.name == name]
-        if len(own) == len(objectives) and all(entry.status == REACHED for entry in own):
-            steps, time = (mean_over([of.values for of in each]) for each in zip(*((e.steps, e.time) for e in own)))
-            yield (
-                f"{label}, mean over {len(own)} objectives: {steps.mean:.2f}{brackets(_interval(steps))} of Adam's "
-                f"steps, {time.mean:.2f}{brackets(_interval(time))} of its time"
-            )
+        own = [entry for entry in first if entry.row.name == name and entry.status == REACHED]
+        if len(own) == len(objectives) > 1:
+            steps = _with_interval(mean_over([entry.steps.values for entry in own]))
+            time = _with_interval(mean_over([entry.time.values for entry in own]))
+            lines.append(f"{label}, mean over {len(own)} objectives: {steps} of Adam's steps, {time} of its time")
+    return lines
+
+
+def _with_interval(value: Estimate) -> str:
+    number, interval = estimate_text(value, "")
+    return number + brackets(interval)
 
 
 def memory(rows: Sequence[Entry]) -> list[str]:
     """A line for each objective: the state of each optimizer under its first condition, and that over Adam's."""
+    states: dict[str, dict[str, Entry]] = {}
+    for entry in rows:
+        if entry.condition.is_first and entry.state_bytes is not None:
+            states.setdefault(entry.condition.objective, {}).setdefault(method_name(entry.row.name), entry)
     lines = []
-    for objective in dict.fromkeys(entry.condition.objective for entry in rows if entry.condition.is_first):
-        own = [entry for entry in rows if entry.condition == Condition(objective) and entry.state_bytes is not None]
-        parts = {entry.row.name.removesuffix("_ema").removesuffix("_live"): entry for entry in reversed(own)}
-        adam = parts[REFERENCE].state_bytes if REFERENCE in parts else None
-        texts = [
-            f"{entry.row.label} {entry.state_bytes / 1e6:.2f} MB"
-            + (f" (×{entry.state_bytes / adam:.2f})" if adam else "")
-            for entry in reversed(parts.values())
-            if entry.state_bytes is not None
-        ]
-        lines.append(f"State of the optimizer, {title(objective).lower()}: {', '.join(texts)}")
+    for objective, of in states.items():
+        texts = [(entry.row.label, *state_text(entry, of.get(REFERENCE))) for entry in of.values()]
+        each = ", ".join(f"{label} {size} MB{brackets(ratio)}" for label, size, ratio in texts)
+        lines.append(f"State of the optimizer, {title(objective).lower()}: {each}")
     return lines
-
-
-def _interval(value: Estimate) -> str:
-    return estimate_text(value, "")[1]
-
-
-def brackets(text: str) -> str:
-    return f" ({text})" if text else ""

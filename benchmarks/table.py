@@ -9,9 +9,19 @@ from dataclasses import dataclass
 from rich import box
 from rich.table import Table
 
-from benchmarks import bracket, comparison
+from benchmarks import bracket
 from benchmarks.cells import Cell, Outcome
-from benchmarks.comparison import CONSTANT, REFERENCE, Choice, Comparison, Condition, Study, best_weights
+from benchmarks.comparison import (
+    CONSTANT,
+    EVERY_RUN_DIVERGED,
+    INITIALISATION,
+    REFERENCE,
+    Choice,
+    Comparison,
+    Condition,
+    Study,
+    best_weights,
+)
 from benchmarks.estimates import Difference, Estimate, estimate, paired_difference
 from benchmarks.methods import AVERAGED, Row
 from benchmarks.steps_to_adam import Curve, seconds_per_step, steps_to, time_to
@@ -56,7 +66,7 @@ class Entry:
     @property
     def status(self) -> str:
         if self.choice.index is None:
-            return DIVERGED if self.choice.note == comparison.DIVERGED else UNKNOWN
+            return DIVERGED if self.choice.note == EVERY_RUN_DIVERGED else UNKNOWN
         if any(outcome.status == "diverged" for outcome in self.outcomes):
             return DIVERGED
         if not self.steps.total:
@@ -64,9 +74,9 @@ class Entry:
         return REACHED if self.steps.complete else BEYOND
 
 
-def entries(of: Comparison, outcomes: Outcomes) -> list[Entry]:
+def entries(comparison: Comparison, outcomes: Outcomes) -> list[Entry]:
     """The rows of the tables, condition by condition."""
-    return [entry for condition in of.conditions for entry in _under(of, condition, outcomes)]
+    return [entry for condition in comparison.conditions for entry in _under(comparison, condition, outcomes)]
 
 
 @dataclass(frozen=True)
@@ -115,8 +125,8 @@ def _curve(run: Outcome | None, shorter: Sequence[Outcome | None], weights: str)
     return Curve(*map(tuple, zip(*sorted(ends))))
 
 
-def _under(of: Comparison, condition: Condition, outcomes: Outcomes) -> list[Entry]:
-    runs = {row.name: _Runs.of(study, row, outcomes) for study, row in of.rows(condition)}
+def _under(comparison: Comparison, condition: Condition, outcomes: Outcomes) -> list[Entry]:
+    runs = {row.name: _Runs.of(study, row, outcomes) for study, row in comparison.rows(condition)}
     adam, adam_ema = runs.get(REFERENCE), runs.get(f"{REFERENCE}_ema")
     adam_pace = seconds_per_step(adam.paces) if adam else math.nan
     return [_entry(condition, of_row, runs, adam, adam_ema, adam_pace) for of_row in runs.values()]
@@ -192,6 +202,14 @@ def texts(entry: Entry) -> list[tuple[str, str]]:
     ]
 
 
+def state_text(entry: Entry, adam: Entry | None) -> tuple[str, str]:
+    """Megabytes of the optimizer's state, and that over Adam's."""
+    if entry.state_bytes is None:
+        return "–", ""
+    ratio = "" if adam is None or not adam.state_bytes else f"×{entry.state_bytes / adam.state_bytes:.2f}"
+    return f"{entry.state_bytes / 1e6:.2f}", ratio
+
+
 def estimate_text(value: Estimate, absent: str, digits: int = 2) -> tuple[str, str]:
     """A number and, smaller, what belongs to it: ("0.52", "0.50–0.54"), or ("> 1", "in 1 of 2, else 0.93").
 
@@ -228,7 +246,7 @@ def terminal_tables(rows: Sequence[Entry]) -> list[Table]:
 def condition_title(condition: Condition) -> str:
     """In words, what differs from the first condition of the objective."""
     parts = [title(condition.objective)]
-    if condition.start != Condition(condition.objective).start:
+    if condition.start != INITIALISATION:
         parts.append(f"from {condition.start} in an Adam run")
     if condition.schedule != CONSTANT:
         parts.append(condition.schedule.replace("_", " "))
@@ -247,6 +265,10 @@ def notes(rows: Sequence[Entry]) -> list[str]:
         f"* {condition_title(condition)}: best rate not bracketed ({note}): {', '.join(names)}"
         for (condition, note), names in labels.items()
     ]
+
+
+def brackets(text: str) -> str:
+    return f" ({text})" if text else ""
 
 
 def title(objective: str) -> str:

@@ -9,7 +9,6 @@ its stable rank ‖U‖²_F / ‖U‖²_2. A spectral norm that falls with the w
 from __future__ import annotations
 
 import argparse
-import csv
 from pathlib import Path
 
 import torch
@@ -18,6 +17,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
+from benchmarks.csv_file import write_csv
 from benchmarks.recording import recorded_states
 from splus.scaling import step_scale
 from splus.update import whitened_direction
@@ -35,11 +35,7 @@ def main() -> None:
     for width in options.widths:
         for step, state in zip(options.steps, recorded_states(width, tuple(options.steps))):
             rows.append({"width": width, "step": step, **spectrum(state)})
-    options.output.mkdir(parents=True, exist_ok=True)
-    with open(options.output / "update_spectrum.csv", "w", newline="") as file:
-        writer = csv.DictWriter(file, FIELDS)
-        writer.writeheader()
-        writer.writerows(rows)
+    write_csv(rows, options.output / "update_spectrum.csv")
     Console().print(table(rows))
 
 

@@ -18,7 +18,7 @@ import pytest
 from hydra import compose, initialize_config_dir
 from omegaconf import DictConfig
 
-from benchmarks import bracket
+from benchmarks import bracket, methods
 from benchmarks.attempt import DirectoryInUse, only_user_of
 from benchmarks.cells import ROOT, Cell, Outcome, earlier_outcome
 from benchmarks.command import SettingError
@@ -109,7 +109,7 @@ def settings(*overrides: str) -> DictConfig:
 
 
 DIFFUSION = Condition("diffusion")
-FIRST = "+first_rates.diffusion={adam:0.001,splus:0.1,muon:0.1}"
+FIRST = "+first_rates.diffusion={adam:0.001,splus:0.1}"
 
 
 def planned(*overrides: str) -> Comparison:
@@ -207,18 +207,19 @@ def test_without_a_search_all_rates_of_a_grid_are_run() -> None:
 
 def test_variants_are_optimizers_with_other_settings() -> None:
     variant = '+variants.one={optimizer:splus,label:One,settings:["+optimizer.sides=shorter"]}'
-    comparison = planned("parts.main.optimizers=[one]", variant)
+    comparison = comparison_from(settings("parts.main.optimizers=[one]", variant))
     (study,) = comparison.studies
     assert [(row.name, row.label) for row in study.method.rows] == [("one", "One"), ("one_live", "One (live)")]
     assert study.wanted({})[0].config.optimizer.sides == "shorter"
     assert study.method.start["diffusion"] == 0.4
 
 
-def test_a_file_of_an_optimizer_is_all_that_a_comparison_needs(tmp_path: Path) -> None:
+def test_a_file_of_an_optimizer_is_all_that_a_comparison_needs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its own rate where a sweep begins, its name as label; judged live and by averages if it has none of its own."""
+    monkeypatch.setattr(methods, "FOLDER", tmp_path)
     (tmp_path / "mine.yaml").write_text("_target_: torch.optim.Adagrad\nlr: 0.5\nweight_decay: 0.0\n")
     (tmp_path / "free.yaml").write_text("_target_: schedulefree.AdamWScheduleFree\nlr: 0.5\n")
-    mine, free = (method(name, ["diffusion"], {}, tmp_path) for name in ("mine", "free"))
+    mine, free = (method(name, ["diffusion"], {}) for name in ("mine", "free"))
     assert [(row.name, row.label, row.weights) for row in mine.rows] == [
         ("mine", "mine", "live"),
         ("mine_ema", "mine + EMA", "averaged"),
@@ -228,7 +229,7 @@ def test_a_file_of_an_optimizer_is_all_that_a_comparison_needs(tmp_path: Path) -
     assert [row.weights for row in free.rows] == ["averaged"]
     (tmp_path / "mine.yaml").write_text("_target_: torch.optim.Adagrad\nlr: 0.5\nsweep: {weights: [best]}\n")
     with pytest.raises(SettingError, match=r"mine: sweep.weights=\['best'\] given; some of live, averaged"):
-        method("mine", ["diffusion"], {}, tmp_path)
+        method("mine", ["diffusion"], {})
 
 
 def test_a_crash_of_all_runs_leaves_a_row_without_a_rate() -> None:
@@ -380,8 +381,11 @@ def test_the_smoke_comparison_and_one_killed_and_resumed_give_the_same_table(tmp
         ("rates=0", "rates=0 given; at least 1"),
         ("workers=0", "workers=0 given; at least 1"),
         ("objectives=[chess]", "objectives=.* given; choose among"),
-        ("+first_rates.diffusion.adam=-1", "first_rates of adam.* given; positive rates"),
+        ("+first_rates.diffusion.adam=-1", "first learning rate -1.0 of adam on diffusion given; a positive"),
         ("+first_rates.difusion.adam=1", "first_rates.difusion.adam given; first_rates.<objective>"),
+        ("+first_rates.diffusion.adams=1", "first_rates.diffusion.adams given; first_rates.<objective>"),
+        ("+parts.main.serched=false", "parts.main.serched given; choose among optimizers, .*searched"),
+        ("+variants.one={optimiser:splus}", "variants.one.optimiser given; choose among optimizer"),
         ("only=[most]", "only=most given; the parts of this preset are main"),
         ("parts.main.optimizers=[adan]", "optimizer adan given; choose among adam, .*, or write"),
         ("+parts.main.starts=[middle]", "starts: middle given; choose among initialisation, early, late"),
