@@ -237,11 +237,21 @@ def line(ranks: int) -> Any:
     return init_device_mesh("cpu", (ranks,))
 
 
-def fsdp(
-    rank: int, ranks: int, uses: Uses, options: dict[str, Any], micro: int = 1, clip: float = 0, scaled: bool = False
-) -> Weights:
+def fsdp(rank: int, ranks: int, uses: Uses, options: dict[str, Any], **how: Any) -> Weights:
     model = sharded(network(), line(ranks), **options)
-    optimizer = optimizer_of(model)
+    return result(model, train_sharded(model, optimizer_of(model), rank, ranks, uses, **how))
+
+
+def train_sharded(
+    model: Network,
+    optimizer: SPlus,
+    rank: int,
+    ranks: int,
+    uses: Uses = always,
+    micro: int = 1,
+    clip: float = 0,
+    scaled: bool = False,
+) -> SPlus:
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, enabled=scaled)
     for step in range(STEPS):
         parts = list(zip(*(of.chunk(micro) for of in share(step, rank, ranks))))
@@ -254,7 +264,7 @@ def fsdp(
         scaler.step(optimizer)
         scaler.update()
         optimizer.zero_grad()
-    return result(model, optimizer)
+    return optimizer
 
 
 @pytest.mark.parametrize(

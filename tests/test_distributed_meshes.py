@@ -6,24 +6,28 @@ from typing import Any
 import pytest
 import torch
 from ranks import on_ranks
+from test_distributed import whole
 from test_distributed_engines import (
+    CLIP,
     OPTIONS,
     STEPS,
     Weights,
     alone,
+    always,
     assert_as_one,
     line,
     loss_of,
     network,
+    now_and_then,
     optimizer_of,
     result,
     sharded,
     share,
-    train,
+    train_sharded,
 )
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.distributed.tensor.parallel import (
@@ -33,29 +37,38 @@ from torch.distributed.tensor.parallel import (
     SequenceParallel,
     parallelize_module,
 )
+from torch.nn.utils import clip_grad_norm_
 
 from splus import SPlus
 from splus.teams import shard_of
 
 
-def hybrid(rank: int, within: bool) -> Weights:
+def hybrid(rank: int, within: bool, options: dict[str, Any], how: dict[str, Any]) -> Weights:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("copies", "shards"))
-    model = sharded(network(), mesh)
+    model = sharded(network(), mesh, **options)
     optimizer = optimizer_of(model, process_group=mesh["shards"].get_group() if within else None)
-    train(model, optimizer, rank, 4)
+    train_sharded(model, optimizer, rank, 4, **how)
     assert {len(team.ranks) for books in optimizer._books for team in books.sharing.teams.values()} == {
         2 if within else 4
     }
     return result(model, optimizer)
 
 
-@pytest.mark.parametrize("within", [False, True])
-def test_hybrid_sharding(within: bool) -> None:
-    """All four ranks share the work, or the two of each copy do all of it."""
-    assert_as_one(on_ranks(4, hybrid, within), alone(4))
+@pytest.mark.parametrize(
+    ("within", "options", "how"),
+    [
+        (False, {}, {"micro": 3}),
+        (True, {}, {"uses": now_and_then, "clip": CLIP}),
+        (False, {"offload_policy": CPUOffloadPolicy(pin_memory=False)}, {"micro": 2, "clip": CLIP, "scaled": True}),
+    ],
+)
+def test_hybrid_sharding(within: bool, options: dict[str, Any], how: dict[str, Any]) -> None:
+    """All four ranks share the work, or the two of each copy do all of it; gradients as of :func:`test_fully_shard`."""
+    expected = alone(4, how.get("uses", always), how.get("clip", 0))
+    assert_as_one(on_ranks(4, hybrid, within, options, how), expected)
 
 
-def tensor_parallel(rank: int, shards: int, copies: int, width: int) -> Weights:
+def tensor_parallel(rank: int, shards: int, copies: int, width: int, micro: int, clip: float) -> Weights:
     """The second block is sequence parallel; with copies, fully_shard is around both."""
     names = ("data", "tensor")
     mesh = init_device_mesh("cpu", (copies, shards), mesh_dim_names=names)
@@ -71,9 +84,14 @@ def tensor_parallel(rank: int, shards: int, copies: int, width: int) -> Weights:
         sharded(model, mesh["data"])
     optimizer = optimizer_of(model)
     for step in range(STEPS):
-        loss_of(model, *share(step, rank // shards, copies, width)).backward()
+        for part in zip(*(of.chunk(micro) for of in share(step, rank // shards, copies, width))):
+            (loss_of(model, *part) / micro).backward()
         if copies == 1:
             assert model.blocks[1].norm.weight.grad.placements == (Partial(),)
+        if clip:
+            norm = torch.stack([whole(p.grad).norm() for p in model.parameters()]).norm()
+            for p in model.parameters():
+                p.grad.mul_(min(clip / (norm.item() + 1e-6), 1.0))  # clip_grad_norm_, which refuses several meshes
         optimizer.step()
         optimizer.zero_grad()
     if copies > 1:
@@ -81,23 +99,29 @@ def tensor_parallel(rank: int, shards: int, copies: int, width: int) -> Weights:
     return result(model, optimizer)
 
 
-@pytest.mark.parametrize(("shards", "copies", "width"), [(3, 1, 12), (2, 2, 12), (2, 2, 10)])
-def test_tensor_parallelism(shards: int, copies: int, width: int) -> None:
-    """By columns, by rows and by sequence, alone and under fully_shard, with gradients that are not placed as weights.
+@pytest.mark.parametrize(
+    ("shards", "copies", "width", "micro", "clip"),
+    [(3, 1, 12, 2, CLIP), (2, 2, 12, 1, CLIP), (2, 2, 10, 3, 0)],
+)
+def test_tensor_parallelism(shards: int, copies: int, width: int, micro: int, clip: float) -> None:
+    """By columns, by rows and by sequence, alone and under fully_shard, with gradients that are not placed as weights,
+    accumulated, and clipped by their norm.
 
     Ten rows in two shards of five are cut unevenly by fully_shard.
     """
-    expected = straight(copies, width)
-    assert_as_one(on_ranks(shards * copies, tensor_parallel, shards, copies, width), expected)
+    expected = straight(copies, width, clip)
+    assert_as_one(on_ranks(shards * copies, tensor_parallel, shards, copies, width, micro, clip), expected)
 
 
-def straight(ranks: int, width: int) -> Weights:
+def straight(ranks: int, width: int, clip: float) -> Weights:
     """:func:`alone` without a residual around the second block."""
     model = network(width=width)
     model.blocks[1].residual = False
     optimizer = optimizer_of(model)
     for step in range(STEPS):
         loss_of(model, *share(step, width=width)).backward()
+        if clip:
+            clip_grad_norm_(model.parameters(), clip)
         optimizer.step()
         optimizer.zero_grad()
     return result(model, optimizer)
