@@ -14,8 +14,9 @@ import matplotlib
 from markupsafe import Markup
 from matplotlib import colormaps
 from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator
 
-from benchmarks.figures import GRID, INK, STYLE, inline_svg, panel, save_png
+from benchmarks.figures import GRID, INK, MARKERS, STYLE, inline_svg, panel, save_png
 from benchmarks.report import facts, template
 from benchmarks.sweep import Outcomes
 from benchmarks.table import title
@@ -93,15 +94,14 @@ def _converted(row: Converted) -> tuple[str, ...]:
     return title(row.objective), str(row.width), *rates, row.cost, f"{row.published:.3g}"
 
 
-def _texts(result: Result, width: int) -> tuple[str, str]:
+def _texts(result: Result, width: int) -> tuple[str, Sequence[str]]:
     best = result.optima.get(width)
     if best is None:
-        return "–", ""
-    spread = f"{2**best.low:.3g}–{2**best.high:.3g}; loss {result.best.get(width, math.nan):.4f}"
-    cost = result.cost(width)
+        return "–", ()
+    loss, cost = f"loss {result.best.get(width, math.nan):.4f}", result.cost(width)
     if cost is not None:
-        spread += f", {100 * cost:+.1f}%" if math.isfinite(cost) else ", diverged"
-    return f"{2**best.octaves:.3g}{'' if best.bracketed else ' *'}", spread
+        loss += f", {100 * cost:+.1f}%" if math.isfinite(cost) else ", diverged"
+    return f"{2**best.octaves:.3g}{'' if best.bracketed else ' *'}", (f"{2**best.low:.3g}–{2**best.high:.3g}", loss)
 
 
 def draw(found: Sequence[Result], limit: int, outcomes: Outcomes) -> dict[str, Figure]:
@@ -117,7 +117,8 @@ def sensitivity(result: Result, limit: int, outcomes: Outcomes) -> Figure:
     axes.set_xlabel(result.study.knob.removeprefix("+").removeprefix("optimizer."))
     axes.set_ylabel("loss over the best, %")
     axes.set_xscale("log", base=2)
-    axes.xaxis.set_major_formatter(lambda value, _: f"{value:.3g}")
+    axes.xaxis.set_major_locator(LogLocator(base=2, numticks=6))
+    axes.xaxis.set_major_formatter(lambda value, _: f"{value:.2g}")
     shades = colormaps["viridis"]
     for rank, width in enumerate(result.optima):
         color = shades(0.9 * rank / max(1, len(result.study.widths) - 1))
@@ -152,11 +153,12 @@ def _losses(result: Result, width: int, limit: int, outcomes: Outcomes) -> Mappi
 def best_values(found: Sequence[Result]) -> Figure:
     """The best value over that of the narrowest width, in octaves, against width; bars span the seeds."""
     figure, axes = panel("Best value against width")
+    figure.set_size_inches(4.4, 3.2 + 0.12 * len(found))  # for the legend below
     axes.set_xlabel("width")
     axes.set_ylabel("octaves above the narrowest width's best")
     axes.set_xscale("log", base=2)
     axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
-    for result in found:
+    for number, result in enumerate(found):
         if not result.optima:
             continue
         name = result.study.optimizer
@@ -166,12 +168,12 @@ def best_values(found: Sequence[Result]) -> Figure:
             [best.octaves - best.low for best in result.optima.values()],
             [best.high - best.octaves for best in result.optima.values()],
         ]
-        line = "o-" if name in COLORS else "o--"
-        color = COLORS.get(name, OTHER)
-        axes.errorbar(list(result.optima), y, yerr=bars, fmt=line, ms=4, capsize=3, label=name, color=color)
+        style: dict[str, Any] = {"color": COLORS.get(name, OTHER), "ls": "-" if name in COLORS else "--"}
+        style["marker"] = MARKERS[number % len(MARKERS)]
+        axes.errorbar(list(result.optima), y, yerr=bars, ms=4, capsize=3, label=name, **style)
         for width, best, value in zip(result.optima, result.optima.values(), y):
             if not best.bracketed:
                 axes.annotate("not bracketed", (width, value), fontsize=7, xytext=(4, 4), textcoords="offset points")
     if axes.get_legend_handles_labels()[0]:
-        axes.legend()
+        figure.legend(loc="outside lower left", ncols=2, fontsize=7)
     return figure
