@@ -118,7 +118,7 @@ def training_from(config: DictConfig) -> Training:
         settings_of_all=(*config.settings, *config.overrides),
         starts={str(name): float(steps) for name, steps in config.starts.items()},
         start_rates=method(REFERENCE, config.objectives, {}).start,
-        root=Path(config.output).absolute() / "cells",
+        root=Path(config.output) / "cells",
     )
 
 
