@@ -168,9 +168,9 @@ def best_values(found: Sequence[Result]) -> Figure:
             [best.octaves - best.low for best in result.optima.values()],
             [best.high - best.octaves for best in result.optima.values()],
         ]
-        style: dict[str, Any] = {"color": COLORS.get(name, OTHER), "ls": "-" if name in COLORS else "--"}
-        style["marker"] = MARKERS[number % len(MARKERS)]
-        axes.errorbar(list(result.optima), y, yerr=bars, ms=4, capsize=3, label=name, **style)
+        color, dash = COLORS.get(name, OTHER), "-" if name in COLORS else "--"
+        marker = MARKERS[number % len(MARKERS)]
+        axes.errorbar(list(result.optima), y, bars, color=color, ls=dash, marker=marker, ms=4, capsize=3, label=name)
         for width, best, value in zip(result.optima, result.optima.values(), y):
             if not best.bracketed:
                 axes.annotate("not bracketed", (width, value), fontsize=7, xytext=(4, 4), textcoords="offset points")
