@@ -10,7 +10,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
-compare: $(VENV)/bench  ## SPlus against Adam on text, images and diffusion: a table and a report (20 to 25 minutes on 2 cores)
+compare: $(VENV)/bench  ## SPlus against Adam on three objectives: a table and a report (20 to 25 minutes on 2 cores)
 	@echo "== comparing SPlus with Adam: it can be stopped and started again at any time"
 	$(BIN)/python -m benchmarks.compare preset=quick
 
