@@ -34,6 +34,7 @@ def on_ranks(ranks: int, function: Callable[..., Any], *arguments: Any) -> list[
         answers = [pipe.recv() for _, pipe in _workers[:ranks]]
     failures = [answer for fine, answer in answers if not fine]
     if failures:
+        stop()  # one that could not join the group is out of step with the others ever after
         raise AssertionError("\n".join(failures))
     return [answer for _, answer in answers]
 
@@ -78,6 +79,7 @@ def _answer(pipe: Connection) -> None:
         function, arguments, rank, ranks, store = task
         try:
             dist.init_process_group("gloo", f"file://{store}", TIMEOUT, world_size=ranks, rank=rank)
+            dist.barrier()  # a function that sends nothing must not end while another rank still connects
             answer = (True, function(rank, *arguments))
         except Exception:
             answer = (False, f"rank {rank} of {ranks}:\n{traceback.format_exc()}")
