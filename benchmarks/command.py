@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import NoReturn, Protocol
+from typing import Any, NoReturn, Protocol
 
 from omegaconf import DictConfig
 from rich.console import Console
@@ -36,14 +36,14 @@ def run_command(work: Callable[[Console], int]) -> NoReturn:
         sys.exit(2)
 
 
-def executor_from(config: DictConfig) -> Executor:
-    """Where the settings `launcher` and `workers` say that cells run.
+def executor_from(config: DictConfig, **given: Any) -> Executor:
+    """Where the settings `launcher` and `workers` say that cells run, with other arguments if they are given.
 
     Raises:
         SettingError: not possible here.
     """
     try:
-        executor: Executor = build(config.launcher, workers=config.workers)
+        executor: Executor = build(config.launcher, **{"workers": config.workers} | given)
     except ValueError as error:
         raise SettingError(error) from None
     return executor

@@ -32,9 +32,11 @@ from benchmarks.comparison import (
     labels,
 )
 from benchmarks.methods import Method, method
+from benchmarks.pace import clocks, measure, on_common_clocks
 from benchmarks.summary import headline, memory, write_details, write_differences, write_summary
 from benchmarks.sweep import Outcomes
 from benchmarks.table import entries, notes, terminal_tables, title
+from benchmarks.turns import take_turns
 
 SETTINGS = "comparison.yaml"
 PART = ("optimizers", "starts", "schedules", "batches", "budgets", "seeds", "rates", "searched")
@@ -51,7 +53,12 @@ def compare(config: DictConfig, console: Console) -> int:
     comparison, executor = comparison_from(config), executor_from(config)
     opening = f"{config.title} on {', '.join(map(title, comparison.objectives)).lower()} (preset {config.preset})."
     outcomes = swept(comparison, labels, config, executor, console, opening, curves=True)
-    return conclude(comparison, outcomes, config, executor.workers, console)
+    timed = config.report_only or measure(
+        comparison, config, lambda: executor_from(config, workers=1, run=take_turns), console
+    )
+    outcomes = on_common_clocks(outcomes, comparison, config)
+    code = conclude(comparison, outcomes, config, executor.workers, console)
+    return code or int(not timed)
 
 
 def comparison_from(config: DictConfig) -> Comparison:
@@ -66,6 +73,9 @@ def comparison_from(config: DictConfig) -> Comparison:
     for name, least in {"seeds": 1, "rates": 1, "workers": 1}.items():
         if config[name] is not None and config[name] < least:
             raise SettingError(f"{name}={config[name]} given; at least {least} is required")
+    for name, least in {"steps": 1, "turn": 1, "rounds": 0}.items():
+        if config.pace[name] < least:
+            raise SettingError(f"pace.{name}={config.pace[name]} given; at least {least} is required")
     methods = methods_from(config)
     training = training_from(config)
     studies: dict[tuple[Condition, str], Study] = {}
@@ -149,7 +159,7 @@ def conclude(comparison: Comparison, outcomes: Outcomes, config: DictConfig, wor
         console.print(table, "")
     for line in [*notes(rows), *memory(rows), *headline(rows)]:
         console.print(line, highlight=False, soft_wrap=True)
-    facts = {**provenance(output, outcomes), "Workers": f"{workers} runs at once"}
+    facts = {**provenance(output, outcomes, clocks(comparison, config)), "Workers": f"{workers} runs at once"}
     results = Results(output, config, comparison, outcomes, rows, command, facts)
     report = write_report([results], output / "report.html")
     code = show_crashes(outcomes, console)

@@ -14,9 +14,8 @@ import submitit
 from omegaconf import OmegaConf
 
 from benchmarks.attempt import Run, attempt, train_cell
-from benchmarks.cells import Cell
 from benchmarks.machine import thread_limits
-from benchmarks.sweep import POLL_SECONDS, Ended
+from benchmarks.sweep import POLL_SECONDS, Ended, Task
 
 CLUSTERS: dict[str, type[submitit.Job[Any]]] = {"slurm": submitit.SlurmJob, "local": submitit.LocalJob}
 STOP_SECONDS = 20.0  # the longest to wait for cancelled jobs to write their checkpoints
@@ -62,9 +61,9 @@ class Jobs:
             "slurm_additional_parameters": dict(extra or {}),
             **resources,
         }
-        self._jobs: dict[Cell, tuple[submitit.Job[Any], Path]] = {}
+        self._jobs: dict[Task, tuple[submitit.Job[Any], Path]] = {}
 
-    def start(self, cell: Cell, directory: Path) -> None:
+    def start(self, cell: Task, directory: Path) -> None:
         job = self._queued_earlier(directory) or self._submit(cell, directory)
         self._jobs[cell] = (job, directory)
 
@@ -82,7 +81,7 @@ class Jobs:
             time.sleep(POLL_SECONDS)
         self._jobs = {}
 
-    def _submit(self, cell: Cell, directory: Path) -> submitit.Job[Any]:
+    def _submit(self, cell: Task, directory: Path) -> submitit.Job[Any]:
         queue = submitit.AutoExecutor(directory / "jobs", self.cluster, **self._made_with)
         queue.update_parameters(name=cell.name, **self._parameters)
         job = queue.submit(CellJob(self.run, OmegaConf.to_container(cell.config), directory.resolve()))
@@ -117,7 +116,7 @@ def _number(directory: Path) -> Path:
     return directory / "jobs" / "number"
 
 
-def _ended(cell: Cell, job: submitit.Job[Any], directory: Path) -> Ended:
+def _ended(cell: Task, job: submitit.Job[Any], directory: Path) -> Ended:
     failure = job.exception()
     if failure is None:
         return Ended(cell, *job.result())

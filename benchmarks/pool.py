@@ -14,9 +14,8 @@ from pathlib import Path
 from omegaconf import OmegaConf
 
 from benchmarks.attempt import Run, attempt, train_cell
-from benchmarks.cells import Cell
 from benchmarks.machine import thread_limits, usable_cores
-from benchmarks.sweep import Ended
+from benchmarks.sweep import Ended, Task
 
 STOP_SECONDS = 20.0  # the longest that a worker may take to write a checkpoint
 
@@ -38,7 +37,7 @@ class Pool:
         self.threads, self.run = threads, run
         self._processes: list[_Worker] = []
 
-    def start(self, cell: Cell, directory: Path) -> None:
+    def start(self, cell: Task, directory: Path) -> None:
         self._processes = [worker for worker in self._processes if worker.cell or worker.process.is_alive()]
         free = next((worker for worker in self._processes if worker.cell is None), None)
         if free is None:
@@ -71,10 +70,10 @@ class _Worker:
         with _inherited(threads):
             self.process.start()
         child.close()
-        self.cell: Cell | None = None
+        self.cell: Task | None = None
         self.directory = Path()
 
-    def start(self, cell: Cell, directory: Path) -> None:
+    def start(self, cell: Task, directory: Path) -> None:
         self.cell, self.directory = cell, directory
         with suppress(OSError):  # a worker that has just died is found dead by collect()
             self.connection.send((OmegaConf.to_container(cell.config), directory))

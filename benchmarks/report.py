@@ -31,6 +31,7 @@ from benchmarks.comparison import Comparison
 from benchmarks.figures import PALETTE, looks
 from benchmarks.ledger import read
 from benchmarks.machine import processor, usable_cores
+from benchmarks.pace import clocks, on_common_clocks
 from benchmarks.sections import section, studies
 from benchmarks.summary import means
 from benchmarks.sweep import Outcomes
@@ -80,11 +81,10 @@ def load(folder: Path) -> Results:
             f"output={folder} report_only=true"
         ) from None
     known = crashed_earlier(folder / "cells") | read(folder / "runs.csv", curves=True)
-    outcomes = finished_earlier(comparison.wanted, folder / "cells", known)
+    outcomes = on_common_clocks(finished_earlier(comparison.wanted, folder / "cells", known), comparison, config)
     command = path.read_text().partition("\n")[0].removeprefix("# ")
-    return Results(
-        folder, config, comparison, outcomes, entries(comparison, outcomes), command, provenance(folder, outcomes)
-    )
+    facts = provenance(folder, outcomes, clocks(comparison, config))
+    return Results(folder, config, comparison, outcomes, entries(comparison, outcomes), command, facts)
 
 
 def crashed_earlier(cells: Path) -> dict[str, Outcome]:
@@ -95,9 +95,9 @@ def crashed_earlier(cells: Path) -> dict[str, Outcome]:
     }
 
 
-def provenance(folder: Path, outcomes: Outcomes) -> dict[str, str]:
-    """With what and on what the runs of a folder were made, as its list of runs says."""
-    about = {"Runs": training_time(outcomes), "Dates": dates(outcomes)}
+def provenance(folder: Path, outcomes: Outcomes, clocks: str) -> dict[str, str]:
+    """With what and on what the runs of a folder were made, as its list of runs says, and whose clocks they have."""
+    about = {"Runs": training_time(outcomes), "Dates": dates(outcomes), "Clocks": clocks}
     path = folder / "runs.csv"
     if path.exists():
         with open(path, newline="") as file:

@@ -19,11 +19,22 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from omegaconf import DictConfig
+
 from benchmarks.attempt import only_user_of
 from benchmarks.cells import Cell, Outcome, code_digest, known_outcome
 
 Outcomes = Mapping[Cell, Outcome]
 POLL_SECONDS = 0.5
+
+
+class Task(Protocol):
+    """What an executor takes, a cell or the like. Hashable; ``config`` is plain values."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def config(self) -> DictConfig: ...
 
 
 @dataclass(frozen=True)
@@ -37,9 +48,9 @@ class Running:
 
 @dataclass(frozen=True)
 class Ended:
-    """A cell that an executor is done with: what the run returned, or None and the error."""
+    """What an executor is done with: what the run returned, or None and the error."""
 
-    cell: Cell
+    cell: Task
     result: dict[str, Any] | None
     error: str = ""
 
@@ -49,7 +60,7 @@ class Executor(Protocol):
 
     workers: int
 
-    def start(self, cell: Cell, directory: Path) -> None:
+    def start(self, cell: Task, directory: Path) -> None:
         """Runs a cell in its directory, which is there; at most `workers` are started that have not ended."""
 
     def collect(self, timeout: float) -> list[Ended]:
@@ -84,7 +95,7 @@ def run_cells(
         recorded: outcomes known from elsewhere, by the keys of their configurations.
     """
     outcomes: dict[Cell, Outcome] = {}
-    running: dict[Cell, Running] = {}
+    running: dict[Task, Running] = {}
     with only_user_of(root), closing(executor):
         while True:
             queue = [cell for cell in dict.fromkeys(wanted(outcomes)) if cell not in outcomes and cell not in running]
@@ -122,14 +133,15 @@ def _start(cell: Cell, directory: Path, executor: Executor) -> Running:
 
 
 def _wait_for_some(
-    executor: Executor, running: dict[Cell, Running], outcomes: Outcomes, watcher: Watcher | None
+    executor: Executor, running: dict[Task, Running], outcomes: Outcomes, watcher: Watcher | None
 ) -> dict[Cell, Outcome]:
     """The outcomes of the next cells to end, which are no longer among the running ones."""
     while True:
         if watcher:
             watcher.update(outcomes, list(running.values()))
         if ended := executor.collect(POLL_SECONDS):
-            return {item.cell: _outcome(item, running.pop(item.cell)) for item in ended}
+            done = [(item, running.pop(item.cell)) for item in ended]
+            return {run.cell: _outcome(item, run) for item, run in done}
 
 
 def _outcome(ended: Ended, running: Running) -> Outcome:
