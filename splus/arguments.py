@@ -14,6 +14,7 @@ PAPER: Mapping[str, Any] = MappingProxyType(
         "lr": 0.1,
         "betas": (0.9, 0.999),
         "eps": 0.0,
+        "normalization_decay": 0.0,
         "weight_decay": 1e-2,
         "ema_decay": 0.999,
         "precondition_frequency": 100,
@@ -40,6 +41,7 @@ STRUCTURAL = (
     "sides",
     "step_scale",
     "step_norm",
+    "normalization_decay",
 )
 
 _CHOICES: dict[str, tuple[object, ...]] = {
@@ -114,7 +116,11 @@ def check_group(group: Mapping[str, Any]) -> None:
     _require(isinstance(betas, Sequence) and len(betas) == 2, "betas", betas, "a pair (beta1, beta2)")
     for i, beta in enumerate(betas):
         _require(0 <= _number(beta, f"betas[{i}]") < 1, f"betas[{i}]", beta, "in [0, 1)")
-    for name, required in (("ema_decay", "in [0, 1)"), ("eps", "in [0, 1), a fraction of a matrix's Frobenius norm")):
+    for name, required in (
+        ("ema_decay", "in [0, 1)"),
+        ("normalization_decay", "in [0, 1)"),
+        ("eps", "in [0, 1), a fraction of a matrix's Frobenius norm"),
+    ):
         _require(0 <= _number(group[name], name) < 1, name, group[name], required)
     for name in ("weight_decay", "elementwise_scale", "width_power"):
         _require(_number(group[name], name) >= 0, name, group[name], "0 or more")

@@ -76,7 +76,10 @@ class GroupBooks:
             self.sharing.team_numbers(),
             self.sharing.owned_here(),
         )
-        self.buckets = [Bucket(plan, group["matmul_dtype"], group["step_norm"] == "spectral") for plan in plans]
+        self._remembers = group["normalization_decay"] > 0
+        self.buckets = [
+            Bucket(plan, group["matmul_dtype"], group["step_norm"] == "spectral", self._remembers) for plan in plans
+        ]
         self.exchanges = [self.sharing.exchange(plan) for plan in plans]
         self.gradient_faults = Faults(GRADIENT_FAULT_LIMIT)
         self.decomposition_faults = Faults(DECOMPOSITION_FAULT_LIMIT)
@@ -152,6 +155,8 @@ class GroupBooks:
                 states[position]["weights"] = weights.clone()
             if position not in self.layouts:
                 states[position]["momentum"] = torch.zeros_like(weights)
+                if self._remembers:
+                    states[position]["rms"] = torch.zeros_like(weights)
         for bucket, slot in self.slots():
             states[slot.parameter]["peak"] = 0.0
             states[slot.parameter].update(bucket.views(slot, self.layouts[slot.parameter]))

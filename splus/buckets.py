@@ -10,7 +10,7 @@ from splus.eigenbasis import Method, refreshed_basis
 from splus.matrices import MatrixLayout
 from splus.owned import owned_tensor
 from splus.plan import BucketPlan, Slot
-from splus.update import accumulate_factors, spectral_factor, start_vector, whitened_direction
+from splus.update import accumulate_factors, frobenius_factor, spectral_factor, start_vector, whitened_direction
 from splus.workspace import Workspace
 
 # Entries of factors that are decomposed together. Solvers take one matrix at a time beyond small sizes, and hold
@@ -24,9 +24,16 @@ class Bucket:
     Args:
         matmul_dtype: of the bases and the products with them; None for that of the rest of the state.
         spectral: whether directions are normalized by their spectral norms, from singular vectors (B, n).
+        remembers: whether the rotated momentum is normalized by what it was lately, from ``rms`` (B, m, n).
     """
 
-    def __init__(self, plan: BucketPlan, matmul_dtype: torch.dtype | None = None, spectral: bool = False) -> None:
+    def __init__(
+        self,
+        plan: BucketPlan,
+        matmul_dtype: torch.dtype | None = None,
+        spectral: bool = False,
+        remembers: bool = False,
+    ) -> None:
         self.plan = plan
         self.rotation_dtype = matmul_dtype or plan.dtype
         self.stacks: dict[str, Tensor] = {
@@ -39,6 +46,9 @@ class Bucket:
                 eye = torch.eye(length, dtype=self.rotation_dtype, device=plan.device)
                 self.stacks[f"basis_{side}"] = eye.expand(shape).clone(memory_format=torch.contiguous_format)
 
+        if remembers:
+            dtype = self.rotation_dtype if plan.rotate_left or plan.rotate_right else plan.dtype
+            self.stacks["rms"] = torch.zeros_like(self.stacks["momentum"], dtype=dtype)
         if spectral and plan.scale is not None:
             v = start_vector(plan.n).to(plan.device, plan.dtype)
             self.stacks["singular_vector"] = v.expand(plan.size, -1).clone(memory_format=torch.contiguous_format)
@@ -78,26 +88,38 @@ class Bucket:
         self.scratch(run, workspace)
         self._product_scratch(run, workspace)
 
-    def direction(self, run: slice, eps: float, workspace: Workspace) -> Tensor:
-        """The directions U (b, m, n) of a run of the matrices, in the workspace, normalized if they are to be."""
-        M = self.stacks["momentum"][run]
+    def direction(self, run: slice, eps: float, decay: float, workspace: Workspace) -> Tensor:
+        """The directions U (b, m, n) of a run of the matrices, in the workspace, of the norm that they are to have.
+
+        Args:
+            eps, decay: as ``eps`` and ``normalization_decay`` of :class:`~splus.SPlus`.
+        """
+        M, rms = self.stacks["momentum"][run], self._run("rms", run)
         scratch = self._product_scratch(run, workspace)
-        U = whitened_direction(M, self._run("basis_left", run), self._run("basis_right", run), eps, scratch)
+        bases = self._run("basis_left", run), self._run("basis_right", run)
+        U = whitened_direction(M, *bases, eps, scratch, rms, decay)
         v = self._run("singular_vector", run)
         if v is not None:
             factor, after = spectral_factor(U, v)
             U.mul_(factor)
             v.copy_(after)
+        elif rms is not None:
+            U.mul_(frobenius_factor(U))
         return U
 
     def refresh(self, due: list[int], method: Method) -> set[int]:
-        """Renew the bases of the matrices at the positions ``due``; return the positions that kept an old one."""
+        """Renew the bases of the matrices at the positions ``due``; return the positions that kept an old one.
+
+        What the momentum was in the old basis is forgotten.
+        """
         failures: set[int] = set()
         for side, length in (("left", self.plan.m), ("right", self.plan.n)):
             if f"basis_{side}" in self.stacks:
                 together = max(1, DECOMPOSITION_LIMIT // length**2)
                 for first in range(0, len(due), together):
                     failures |= self._refresh_side(side, due[first : first + together], method)
+        if "rms" in self.stacks:
+            self.stacks["rms"][torch.tensor(due, device=self.plan.device)] = 0
         return failures
 
     def _refresh_side(self, side: str, due: list[int], method: Method) -> set[int]:

@@ -12,7 +12,7 @@ from splus.eigenbasis import basis_drift, orthogonality_error
 from splus.precision import exact_arithmetic
 from splus.scaling import elementwise_step
 from splus.teams import local
-from splus.update import spectral_factor, whitened_direction
+from splus.update import frobenius_factor, soft_sign_from, spectral_factor, whitened_direction
 
 
 @torch.no_grad()
@@ -25,16 +25,19 @@ def group_metrics(
     drifts, errors = [torch.zeros(1)], [torch.zeros(1)]
     for position in books.elementwise:
         parameter = books.parameters[position]
-        signs = local(state[parameter]["momentum"]).sign()
-        squares += float(signs.square().sum()) * (lr * elementwise_step(parameter.shape, constant, power)) ** 2
-        entries += signs.numel()
+        U = _elementwise_direction(state[parameter], group["normalization_decay"])
+        squares += float(U.square().sum()) * (lr * elementwise_step(parameter.shape, constant, power)) ** 2
+        entries += U.numel()
     with exact_arithmetic({bucket.plan.device.type for bucket in books.buckets}):
         for bucket in books.buckets:
             stacks, scale = bucket.stacks, bucket.plan.scale
-            M = stacks["momentum"]
-            U = whitened_direction(M, stacks.get("basis_left"), stacks.get("basis_right"), group["eps"])
+            M, bases = stacks["momentum"], (stacks.get("basis_left"), stacks.get("basis_right"))
+            rms = stacks["rms"].clone() if "rms" in stacks else None
+            U = whitened_direction(M, *bases, group["eps"], rms=rms, decay=group["normalization_decay"])
             if "singular_vector" in stacks:
                 U = U * spectral_factor(U, stacks["singular_vector"])[0]
+            elif rms is not None:
+                U = U * frobenius_factor(U)
             squares += float(U.square().sum()) * (lr * (constant if scale is None else scale)) ** 2
             entries += U.numel()
             for side in ("left", "right"):
@@ -50,3 +53,11 @@ def group_metrics(
         "refreshes": books.refreshes,
         "refresh_seconds": books.refresh_seconds,
     }
+
+
+def _elementwise_direction(state: Mapping[str, Any], decay: float) -> Tensor:
+    M = local(state["momentum"]).clone()
+    if not decay:
+        return M.sign_()
+    least, rms = torch.finfo(M.dtype).tiny, local(state["rms"]).clone()
+    return soft_sign_from(M, least, rms, decay, torch.empty_like(M)).mul_(math.sqrt(1 - decay ** (state["step"] + 1)))

@@ -32,15 +32,16 @@ class SPlus(Optimizer):
     For a weight matrix W (m×n) with gradient G, momentum M, factors L (m×m), R (n×n) and their eigenbases Q_L, Q_R::
 
         M ← β1 M + (1-β1) G
-        U ← Q_L sign(Q_Lᵀ M Q_R) Q_Rᵀ,  U ← U · √(mn) / (4 ‖U‖_2)
+        X ← Q_Lᵀ M Q_R,   V ← γ V + (1-γ) X²
+        U ← Q_L (X / √V) Q_Rᵀ,   U ← U · √(mn) / (4 ‖U‖_2)
         W ← W - lr · s · U,   s = 2/(m+n)
         A ← ρ A + (1-ρ) W,    evaluated at A / (1-ρᵗ)
         W ← W · (1 - lr · s · weight_decay)
         L ← β2 L + (1-β2) G Gᵀ,   R ← β2 R + (1-β2) Gᵀ G
-        every now and then:  Q_L, Q_R ← eigenbases of L, R, first used in the next step
+        every now and then:  Q_L, Q_R ← eigenbases of L, R, first used in the next step; V ← 0
 
     Parameters that are not whitened (vectors, scalars; with :func:`~splus.param_groups` also embeddings and the output
-    head) take ``U = sign(M)``, ``s = elementwise_scale / n ** width_power``. Gradients are taken at W
+    head) take ``U = M / √V`` with V of M², ``s = elementwise_scale / n ** width_power``. Gradients are taken at W
     and the model is evaluated at the average: validate, sample and export inside :meth:`averaged`, or between
     :meth:`eval` and :meth:`train`.
 
@@ -66,6 +67,8 @@ class SPlus(Optimizer):
         lr: learning rate, a float or a tensor of one element. :func:`~splus.lr_from_adam` converts one from Adam.
         betas: decays of the momentum and of the factors.
         eps: a rotated entry below ``eps`` times its matrix's Frobenius norm counts as zero, not as ±1.
+        normalization_decay: γ, the decay of V: 0.5 remembers about two steps. 0 takes the sign, which is the published
+            instantaneous normalization, and keeps no ``rms`` in the state.
         weight_decay: decoupled decay, on the scale of the step: W shrinks by lr · s · weight_decay.
         scale_weight_decay: False leaves s out of that: W shrinks by lr · weight_decay, whatever its shape.
         ema_decay: decay ρ of the averaged weights. It sets a horizon of 1/(1-ρ) steps; 1 - 10/steps suits a run.
@@ -86,8 +89,8 @@ class SPlus(Optimizer):
             what the authors' file does.
         sides: "both" of a matrix are rotated, or the "shorter" one alone (the rows of a square); "auto", both unless
             one is more than 100 times the other, as in LoRA factors.
-        matmul_dtype: of the bases and of the products that rotate by them, such as torch.bfloat16; None for fp32 (fp64
-            for fp64 parameters). Factors and decompositions stay fp32.
+        matmul_dtype: of the bases, of V and of the products that rotate by them, such as torch.bfloat16; None for fp32
+            (fp64 for fp64 parameters). Factors and decompositions stay fp32.
         refresh_method: "qr", a warm-started orthogonal iteration (the first basis is decomposed in full); "eigh", full
             decompositions only.
         refresh_growth: an early interval between refreshes is this less 1 times the steps so far, up to
@@ -134,6 +137,7 @@ class SPlus(Optimizer):
         weight_decay: float = 1e-2,
         amsgrad: bool = False,
         *,
+        normalization_decay: float = 0.5,
         scale_weight_decay: bool = True,
         ema_decay: float = 0.999,
         precondition_frequency: int = 10,
@@ -171,6 +175,7 @@ class SPlus(Optimizer):
             "lr": lr,
             "betas": betas,
             "eps": eps,
+            "normalization_decay": normalization_decay,
             "weight_decay": weight_decay,
             "scale_weight_decay": scale_weight_decay,
             "ema_decay": ema_decay,

@@ -1,5 +1,6 @@
 """The phases of a step of a parameter group: directions, weights and averages, factors, refreshes."""
 
+import math
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -19,7 +20,7 @@ from splus.plan import Slot
 from splus.precision import full_precision
 from splus.scaling import elementwise_step
 from splus.teams import local
-from splus.update import sign_from
+from splus.update import follow_rms, sign_from, zero_below
 from splus.workspace import Workspace
 
 Group = Mapping[str, Any]
@@ -106,12 +107,12 @@ def _step_elementwise(
     rows: list[tuple[int, slice | None]],
     workspace: Workspace,
 ) -> None:
-    """Parameters that are not whitened move by lr · scale · sign(M)."""
+    """Parameters that are not whitened move by lr · scale · sign(M), or its soft sign."""
     states = [prepared.states[position] for position, _ in rows]
     shape = prepared.books.parameters[rows[0][0]].shape  # the whole batch has rows of this length
     scale = elementwise_step(shape, group["elementwise_scale"], group["width_power"])
     momenta = [_rows(local(of["momentum"]), chosen) for of, (_, chosen) in zip(states, rows)]
-    flat, updates = _like(momenta, workspace)
+    flat, updates, scratch, pieces = _like(momenta, workspace)
     torch._foreach_copy_(updates, [_rows(prepared.gradients[position], chosen) for position, chosen in rows])
     if group["maximize"]:
         torch._foreach_neg_(updates)
@@ -120,7 +121,18 @@ def _step_elementwise(
     torch._foreach_lerp_(momenta, updates, 1 - group["betas"][0])
     torch._foreach_copy_(updates, momenta)
     # Decay never takes a denormal number to zero: rounding keeps it, and its sign would step for ever.
-    sign_from(flat, torch.finfo(flat.dtype).tiny)
+    least, decay = torch.finfo(flat.dtype).tiny, group["normalization_decay"]
+    if decay:
+        rms = [_rows(local(of["rms"]), chosen) for of, (_, chosen) in zip(states, rows)]
+        zero_below(flat, least, scratch)
+        torch._foreach_copy_(pieces, rms)
+        follow_rms(scratch, flat, decay)
+        torch._foreach_copy_(rms, pieces)
+        flat.div_(scratch.clamp_min_(least))
+        # V has begun at zero.
+        torch._foreach_mul_(updates, [math.sqrt(1 - decay ** of["step"]) for of in states])
+    else:
+        sign_from(flat, least)
     apply_updates(
         group,
         scale,
@@ -140,7 +152,7 @@ def _step_matrices(group: Group, prepared: Prepared, batch: Batch, workspace: Wo
     G = batch_gradients(group, prepared, batch, given, workspace)
     batch.bucket.take_in(G, batch.run, group["betas"][0])
     batch.bucket.accumulate(G, batch.run, group["betas"][1])
-    U = batch.bucket.direction(batch.run, group["eps"], workspace)
+    U = batch.bucket.direction(batch.run, group["eps"], group["normalization_decay"], workspace)
     targets: list[Tensor] = []
     averages: list[Tensor] = []
     updates: list[Tensor] = []
@@ -251,8 +263,11 @@ def _rows(tensor: Tensor, chosen: slice | None) -> Tensor:
     return tensor if chosen is None else tensor[chosen]
 
 
-def _like(tensors: list[Tensor], workspace: Workspace) -> tuple[Tensor, list[Tensor]]:
-    """Scratch memory, flat and as tensors of the same shapes, one after the other in it."""
+def _like(tensors: list[Tensor], workspace: Workspace) -> tuple[Tensor, list[Tensor], Tensor, list[Tensor]]:
+    """Two pieces of scratch memory, each flat and as tensors of the same shapes, one after the other in it."""
     sizes = [tensor.numel() for tensor in tensors]
-    flat, _ = workspace.pair((sum(sizes),), tensors[0].dtype, tensors[0].device)
-    return flat, [piece.view(tensor.shape) for piece, tensor in zip(flat.split(sizes), tensors)]
+    first, second = workspace.pair((sum(sizes),), tensors[0].dtype, tensors[0].device)
+    shaped = [
+        [piece.view(tensor.shape) for piece, tensor in zip(flat.split(sizes), tensors)] for flat in (first, second)
+    ]
+    return first, shaped[0], second, shaped[1]

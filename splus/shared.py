@@ -72,7 +72,7 @@ class SharedStep:
         for batch in self.batches:
             G = self._batch_gradients(batch)
             self.bucket.take_in(G, batch.run, self.group["betas"][0])
-            U = self.bucket.direction(batch.run, self.group["eps"], self.workspace)
+            U = self.bucket.direction(batch.run, self.group["eps"], self.group["normalization_decay"], self.workspace)
             computed |= zip(_matrices(batch), U.clone())
         stack = self.bucket.stacks["momentum"]
         self._updates_out = self.exchange.send_updates(computed, self.stepped, stack.new_empty(0))

@@ -43,25 +43,61 @@ def _product(left: Tensor | None, X: Tensor, right: Tensor | None, scratch: Scra
     return X
 
 
-def sign_above_noise(X: Tensor, eps: float) -> Tensor:
-    """In place, the sign of every entry of X (B, m, n), 0 where its size is below eps · ‖X‖_F of its own matrix.
+def noise_level(X: Tensor, eps: float) -> Tensor | None:
+    """Below which an entry counts as zero: eps · ‖X‖_F of each matrix, (B, 1, 1) for X (B, m, n); None for eps = 0.
 
     An entry that is zero but for rounding would otherwise take a step as large as any other.
     """
     if eps == 0:
-        return X.sign_()
+        return None
     norm = torch.linalg.vector_norm(X, dim=(-2, -1), keepdim=True, dtype=torch.promote_types(X.dtype, torch.float32))
-    return sign_from(X, (eps * norm).to(X.dtype).clamp_min_(torch.finfo(X.dtype).tiny))
+    return (eps * norm).to(X.dtype).clamp_min_(torch.finfo(X.dtype).tiny)
 
 
-def sign_from(X: Tensor, threshold: Tensor | float) -> Tensor:
-    """In place, the sign of every entry of X, 0 where its size is below ``threshold``, a normal number or several."""
+def sign_from(X: Tensor, least: Tensor | float | None) -> Tensor:
+    """In place, the sign of every entry of X, 0 where its size is below ``least``, a normal number or several."""
+    if least is None:
+        return X.sign_()
     # Truncated towards zero, whatever is below its threshold is 0; two passes in place and no mask.
-    return torch.div(X, threshold, rounding_mode="trunc", out=X).sign_()
+    return torch.div(X, least, rounding_mode="trunc", out=X).sign_()
+
+
+def soft_sign_from(X: Tensor, least: Tensor | float | None, rms: Tensor, decay: float, scratch: Tensor) -> Tensor:
+    """In place, X / √V with V ← γ V + (1-γ) X², 0 where the size of an entry is below ``least``.
+
+    With γ = 0 that is the sign. With a memory of a few steps it stays that of an entry that keeps its size, and goes
+    through zero step by step where an entry changes its sign. No entry is beyond 1/√(1-γ).
+
+    Args:
+        rms: √V, which is updated in place; entries of 0 have no memory yet.
+        decay: γ.
+        scratch: like X.
+    """
+    if least is not None:
+        zero_below(X, least, scratch)
+    follow_rms(rms, X, decay)
+    return X.div_(torch.clamp(rms, min=torch.finfo(X.dtype).tiny, out=scratch))
+
+
+def zero_below(X: Tensor, least: Tensor | float, scratch: Tensor) -> None:
+    """In place, 0 for every entry of X whose size is below ``least``; ``scratch`` is like X."""
+    X.mul_(torch.abs(X, out=scratch).ge_(least))
+
+
+def follow_rms(rms: Tensor, X: Tensor, decay: float) -> None:
+    """In place, √V of V ← γ V + (1-γ) X², without squares, which may be out of range."""
+    rms.mul_(math.sqrt(decay / (1 - decay)))
+    torch.hypot(rms, X, out=rms).mul_(math.sqrt(1 - decay))
 
 
 def whitened_direction(
-    M: Tensor, Q_L: Tensor | None, Q_R: Tensor | None, eps: float, scratch: Scratch | None = None
+    M: Tensor,
+    Q_L: Tensor | None,
+    Q_R: Tensor | None,
+    eps: float,
+    scratch: Scratch | None = None,
+    rms: Tensor | None = None,
+    decay: float = 0.0,
 ) -> Tensor:
     """U = Q_L sign(Q_Lᵀ M Q_R) Q_Rᵀ, (B, m, n): instantaneous normalization in a historical basis.
 
@@ -70,13 +106,25 @@ def whitened_direction(
 
     Args:
         scratch: two tensors like U to compute in; U is one of them. None makes them.
+        rms, decay: of :func:`soft_sign_from`, which takes the place of the sign if there is an rms (B, m, n).
     """
     basis = Q_R if Q_L is None else Q_L
     dtype = M.dtype if basis is None else basis.dtype
     scratch = scratch or (torch.empty_like(M, dtype=dtype), torch.empty_like(M, dtype=dtype))
     X = rotate(M if M.dtype == dtype else scratch[0].copy_(M), Q_L, Q_R, scratch)
     X = scratch[0].copy_(M) if X is M else X
-    return rotate_back(sign_above_noise(X, eps), Q_L, Q_R, scratch)
+    least = noise_level(X, eps)
+    if rms is None:
+        X = sign_from(X, least)
+    else:
+        X = soft_sign_from(X, least, rms, decay, scratch[1] if X is scratch[0] else scratch[0])
+    return rotate_back(X, Q_L, Q_R, scratch)
+
+
+def frobenius_factor(U: Tensor) -> Tensor:
+    """What gives U (B, m, n) a Frobenius norm of √(mn), as signs have it: (B, 1, 1); 1 where U is zero."""
+    norm = torch.linalg.vector_norm(U, dim=(-2, -1), keepdim=True, dtype=torch.promote_types(U.dtype, torch.float32))
+    return torch.where(norm > 0, math.sqrt(U.shape[-2] * U.shape[-1]) / norm, 1.0)
 
 
 def start_vector(n: int, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float64) -> Tensor:

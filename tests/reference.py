@@ -25,6 +25,7 @@ class Reference:
         lr: float = 0.1,
         betas: tuple[float, float] = (0.9, 0.97),
         eps: float = 3e-7,
+        normalization_decay: float = 0.5,
         weight_decay: float = 1e-2,
         ema_decay: float = 0.999,
         precondition_frequency: int = 10,
@@ -39,12 +40,12 @@ class Reference:
         right: bool = True,
     ) -> None:
         self.lr, (self.beta1, self.beta2), self.eps = lr, betas, eps
-        self.decay, self.rho = weight_decay, ema_decay
+        self.decay, self.rho, self.gamma = weight_decay, ema_decay, normalization_decay
         self.schedule = (precondition_frequency, refresh_growth, *((turn, 10, 5) if spread else (-1, 1, 1)))
         self.method, self.whitened, self.left, self.right = refresh_method, whitened, left, right
         self.t, self.has_basis, self.margin = 0, False, math.inf
         self.W = weights.detach().to(torch.float64, copy=True)
-        self.M, self.A = torch.zeros_like(self.W), torch.zeros_like(self.W)
+        self.M, self.A, self.V = (torch.zeros_like(self.W) for _ in range(3))
         if whitened:
             m, n = self.W.shape
             self.L, self.R = torch.zeros(m, m, dtype=torch.float64), torch.zeros(n, n, dtype=torch.float64)
@@ -58,9 +59,11 @@ class Reference:
         G = gradient.to(torch.float64)
         self.t += 1
         self.M = self.beta1 * self.M + (1 - self.beta1) * G
-        U = self.direction() if self.whitened else self.M.sign()
-        if not self.whitened:
+        if self.whitened:
+            U = self.direction()
+        else:
             self.note(self.M[self.M != 0], self.M)
+            U = self.normalized(self.M) * math.sqrt(1 - self.gamma**self.t)
         if self.whitened and self.spectral and bool((U != 0).any()):
             u = U @ self.v
             self.note(u.norm(), U)
@@ -68,6 +71,8 @@ class Reference:
             sigma = self.v.norm()
             self.v = self.v / sigma
             U = U * math.sqrt(U.numel()) / 4 / sigma
+        elif self.whitened and self.gamma and bool((U != 0).any()):
+            U = U * math.sqrt(U.numel()) / U.norm()
         self.W = self.W - self.lr * self.s * U
         self.A = self.rho * self.A + (1 - self.rho) * self.W
         self.W = self.W * (1 - self.lr * self.s * self.decay)
@@ -78,15 +83,20 @@ class Reference:
                 method = self.method if self.has_basis else "eigh"
                 self.Q_L = new_basis(self.L, self.Q_L, method) if self.left else self.Q_L
                 self.Q_R = new_basis(self.R, self.Q_R, method) if self.right else self.Q_R
-                self.has_basis = True
+                self.has_basis, self.V = True, torch.zeros_like(self.W)
 
     def direction(self) -> Tensor:
-        """U: the signs of the rotated momentum, rotated back; entries that are noise count as zero."""
+        """U: the rotated momentum over what it was lately, rotated back; entries that are noise count as zero."""
         X = self.Q_L.T @ self.M @ self.Q_R
         noise = self.eps * math.sqrt(float((X**2).sum()))
         self.note(X.abs() - noise, X)
-        signs = [[0.0 if abs(x) < noise or x == 0 else math.copysign(1.0, x) for x in row] for row in X.tolist()]
-        return self.Q_L @ torch.tensor(signs, dtype=torch.float64) @ self.Q_R.T
+        heard = [[0.0 if abs(x) < noise else x for x in row] for row in X.tolist()]
+        return self.Q_L @ self.normalized(torch.tensor(heard, dtype=torch.float64)) @ self.Q_R.T
+
+    def normalized(self, X: Tensor) -> Tensor:
+        """X / √V, with V the average of X² lately; the sign if that is X² alone."""
+        self.V = self.gamma * self.V + (1 - self.gamma) * X**2
+        return torch.where(X == 0, 0.0, X / self.V.sqrt())
 
     def note(self, distances: Tensor, whole: Tensor) -> None:
         """Lower the margin to the least of these distances, in units of the norm of what they are part of."""

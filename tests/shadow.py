@@ -23,7 +23,9 @@ class Shadow:
         self.layout = books.layouts.get(position)
         self.pieces: list[tuple[Any, Reference]] = []
         start = parameter.detach().double()
-        options = {k: group[k] for k in ("lr", "betas", "eps", "ema_decay", "precondition_frequency")}
+        options = {
+            k: group[k] for k in ("lr", "betas", "eps", "normalization_decay", "ema_decay", "precondition_frequency")
+        }
         options |= {k: group[k] for k in ("refresh_growth", "refresh_method")}
         options |= {"spread": group["spread_refreshes"]}
         self.view = self.shape

@@ -148,10 +148,14 @@ def copied(original: tuple[SPlus, list[nn.Parameter]]) -> tuple[SPlus, list[nn.P
 
 
 def holdings(optimizer: SPlus, parameters: list[nn.Parameter]) -> list[list[Tensor]]:
-    """For each parameter, itself and its state but for the bases."""
+    """For each parameter, itself and its state but for the bases and what is forgotten with them."""
     return [
         [parameter.detach().clone()]
-        + [torch.as_tensor(v).clone() for k, v in optimizer.state[parameter].items() if "basis" not in k]
+        + [
+            torch.as_tensor(v).clone()
+            for k, v in optimizer.state[parameter].items()
+            if not k.startswith(("basis", "rms"))
+        ]
         for parameter in parameters
     ]
 

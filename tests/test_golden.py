@@ -88,6 +88,7 @@ def test_the_reference_follows_the_authors_too(case: str) -> None:
         initial,
         **hyper,
         eps=0.0,
+        normalization_decay=0.0,
         refresh_growth=None,
         refresh_method="eigh",
         spread=False,

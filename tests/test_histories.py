@@ -98,6 +98,7 @@ def drawn_plan(seed: int) -> Plan:
         "lr": one_of(0.1, 0.5),
         "betas": one_of((0.9, 0.97), (0.5, 0.9), (0.0, 0.95)),
         "eps": one_of(3e-7, 0.0, 0.1),
+        "normalization_decay": one_of(0.5, 0.0, 0.9),
         "weight_decay": one_of(1e-2, 0.0, 3.0),
         "scale_weight_decay": one_of(True, False),
         "ema_decay": one_of(0.999, 0.9, 0.0),

@@ -197,6 +197,7 @@ PER_GROUP: dict[str, tuple[Any, Any]] = {
     "lr": (0.1, 0.3),
     "betas": ((0.9, 0.9), (0.5, 0.99)),
     "eps": (0.0, 0.05),
+    "normalization_decay": (0.0, 0.9),
     "weight_decay": (0.0, 3.0),
     "ema_decay": (0.5, 0.99),
     "precondition_frequency": (2, 5),
@@ -341,7 +342,7 @@ def test_scheduler(name: str) -> None:
     With gradients of full rank and no threshold, a step has the size lr times a constant of the shape exactly.
     """
     parameters = parameters_of((5, 4), (4, 4), (3, 2, 2, 2), (6,), ())
-    optimizer = SPlus(parameters, lr=0.1, eps=0.0, weight_decay=0.0, step_norm="frobenius")
+    optimizer = SPlus(parameters, lr=0.1, eps=0.0, weight_decay=0.0, step_norm="frobenius", normalization_decay=0.0)
     adam = torch.optim.Adam(parameters_of(), lr=0.1)
     pair = SCHEDULERS[name](optimizer), SCHEDULERS[name](adam)
     rates, sizes = [], []

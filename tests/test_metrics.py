@@ -114,7 +114,7 @@ def test_update_rms_of_one_whitened_matrix_is_its_scale() -> None:
 def test_update_rms_of_the_elementwise_rule(low: bool) -> None:
     """Every entry moves by lr · elementwise_scale, in a bf16 group as well."""
     parameters = zeros([(9,), (4, 3)], torch.bfloat16 if low else torch.float64)
-    optimizer = SPlus(parameters, lr=0.3, elementwise_scale=0.05, whiten=False)
+    optimizer = SPlus(parameters, lr=0.3, elementwise_scale=0.05, whiten=False, normalization_decay=0.0)
     train(optimizer, parameters)
     assert optimizer.metrics()[0]["update_rms"] == pytest.approx(0.3 * 0.05, rel=1e-12)
 
@@ -241,6 +241,7 @@ def test_groups_count_apart() -> None:
         [{"params": matrices, "lr": 0.3}, {"params": vectors, "whiten": False, "lr": 0.2, "elementwise_scale": 0.1}],
         **EVERY_STEP_IN_FULL,
         step_norm="frobenius",
+        normalization_decay=0.0,
     )
     train(optimizer, [*matrices, *vectors])
     of_matrices, of_vectors = optimizer.metrics()

@@ -171,7 +171,11 @@ def test_runs_keep_their_own_clocks_until_all_optimizers_beside_them_are_timed(t
 def test_other_settings_and_batch_sizes_are_timed_anew(tmp_path: Path) -> None:
     first = settings(tmp_path)
     assert measure(comparison_from(first), first, Turns, Console(quiet=True))
-    for override, trials in (("pace.turn=1", 1), ('settings=["model.width=16"]', 1), ("+parts.main.batches=[1,0.5]", 1)):
+    for override, trials in (
+        ("pace.turn=1", 1),
+        ('settings=["model.width=16"]', 1),
+        ("+parts.main.batches=[1,0.5]", 1),
+    ):
         executor, other = Turns(), settings(tmp_path, override)
         assert measure(comparison_from(other), other, lambda executor=executor: executor, Console(quiet=True))  # type: ignore[misc]
         assert len(executor.seen) == trials

@@ -83,7 +83,7 @@ def test_small_decay_is_not_rounded_away(dtype: torch.dtype) -> None:
 def test_small_steps_are_not_rounded_away(dtype: torch.dtype) -> None:
     """A thousand steps of 1e-5, each below the spacing at 1, add up."""
     parameter = nn.Parameter(torch.ones(3, dtype=dtype))
-    optimizer = SPlus([parameter], lr=1e-2, weight_decay=0.0, elementwise_scale=1e-3)
+    optimizer = SPlus([parameter], lr=1e-2, weight_decay=0.0, elementwise_scale=1e-3, normalization_decay=0.0)
     drive(optimizer, [parameter], [[torch.ones(3, dtype=dtype)]] * 1000)
     weights = optimizer.state[parameter]["weights"]
     torch.testing.assert_close(weights, torch.full((3,), 0.99), rtol=0, atol=2e-5)
@@ -94,7 +94,7 @@ def test_small_steps_are_not_rounded_away(dtype: torch.dtype) -> None:
 def test_weights_changed_from_outside_are_respected(dtype: torch.dtype) -> None:
     """Entries that someone else set are the new weights; the others keep what rounding hides."""
     parameter = nn.Parameter(torch.ones(4, dtype=dtype))
-    optimizer = SPlus([parameter], lr=1e-2, weight_decay=0.0, elementwise_scale=1e-3)
+    optimizer = SPlus([parameter], lr=1e-2, weight_decay=0.0, elementwise_scale=1e-3, normalization_decay=0.0)
     gradients = [[torch.ones(4, dtype=dtype)]] * 10
     drive(optimizer, [parameter], gradients)
     with torch.no_grad():

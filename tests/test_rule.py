@@ -10,9 +10,11 @@ from torch import Tensor, nn
 from splus import PAPER, SPlus
 from splus.update import (
     accumulate_factors,
+    noise_level,
     rotate,
     rotate_back,
-    sign_above_noise,
+    sign_from,
+    soft_sign_from,
     spectral_factor,
     start_vector,
     whitened_direction,
@@ -104,8 +106,72 @@ def test_sign_threshold_is_each_matrix_own() -> None:
     X = torch.tensor([[[3.0, -4], [0.49, -0.51]], [[3e9, 4e9], [-0.51e9, 0]], [[0, 0], [0, 0]]], dtype=DOUBLE)
     expected = torch.tensor([[[1.0, -1], [0, -1]], [[1, 1], [-1, 0]], [[0, 0], [0, 0]]], dtype=DOUBLE)
     signs = X.sign()
-    assert torch.equal(sign_above_noise(X.clone(), 0.1), expected)
-    assert torch.equal(sign_above_noise(X, 0.0), signs)
+    assert torch.equal(sign_from(X.clone(), noise_level(X, 0.1)), expected)
+    assert torch.equal(sign_from(X, noise_level(X, 0.0)), signs)
+
+
+@pytest.mark.parametrize("decay", [0.0, 0.5, 0.9])
+@pytest.mark.parametrize("size", [1e-33, 1.0, 1e36])
+def test_soft_sign_has_no_scale_and_is_bounded(decay: float, size: float) -> None:
+    """X over the root of the average of X², at any size; no entry is beyond 1/√(1-γ), and without memory it is ±1."""
+    rms, V = torch.zeros(2, 4, 3), torch.zeros(2, 4, 3, dtype=DOUBLE)
+    for X in draws(6, 2, 4, 3, dtype=torch.float32):
+        V = decay * V + (1 - decay) * X.double() ** 2
+        U = soft_sign_from(X * size, None, rms, decay, torch.empty_like(X))
+        torch.testing.assert_close(U.double(), X / V.sqrt(), rtol=1e-5, atol=0)
+        torch.testing.assert_close(rms.double() / size, V.sqrt(), rtol=1e-5, atol=0)
+        assert float(U.abs().max()) <= (1 - decay) ** -0.5 * (1 + 1e-6)
+
+
+def test_soft_sign_goes_through_zero_where_the_sign_jumps() -> None:
+    """An entry that keeps its size has its sign; one that falls through zero has what it has fallen to."""
+    X = torch.tensor([[[1.0, 1.0], [1.0, 0.0]]])
+    rms = torch.zeros_like(X)
+    for _ in range(40):
+        U = soft_sign_from(X.clone(), None, rms, 0.5, torch.empty_like(X))
+    torch.testing.assert_close(U, X)
+    X[0, 0, 1] = 0.01
+    U = soft_sign_from(X.clone(), None, rms, 0.5, torch.empty_like(X))
+    torch.testing.assert_close(U, torch.tensor([[[1.0, 0.01 / 0.5**0.5], [1.0, 0.0]]]), rtol=1e-4, atol=0)
+
+
+def test_a_new_basis_begins_without_memory() -> None:
+    """In the step after a refresh the direction is that of signs, as if nothing had gone before."""
+    gradients = draws(12, 6, 4)
+    parameters = [nn.Parameter(torch.zeros(6, 4, dtype=DOUBLE)) for _ in "ab"]
+    every_three: dict[str, Any] = {"precondition_frequency": 3, "refresh_growth": None, "spread_refreshes": False}
+    every_three["step_norm"] = "frobenius"  # power iterations remember too
+    soft, hard = (
+        SPlus([parameter], normalization_decay=decay, **every_three) for parameter, decay in zip(parameters, (0.5, 0.0))
+    )
+    agreed = []
+    for step, G in enumerate(gradients, 1):
+        before = [parameter.detach().clone() for parameter in parameters]
+        drive(soft, parameters[:1], [[G]])
+        drive(hard, parameters[1:], [[G]])
+        steps = [parameter.detach() - start for parameter, start in zip(parameters, before)]
+        if bool((soft.state[parameters[0]]["rms"] == 0).all()):
+            agreed.append(step + 1)
+        elif step in agreed or step == 1:
+            torch.testing.assert_close(steps[0], steps[1], rtol=1e-6, atol=1e-9)
+    assert agreed == [2, 4, 7, 10, 13]
+
+
+def test_without_memory_there_is_none_in_the_state() -> None:
+    """The published normalization costs no memory; that of the default is one number an entry."""
+    shapes = [(6, 4), (5,)]
+    for decay in (0.0, 0.5):
+        parameters = [nn.Parameter(torch.ones(shape)) for shape in shapes]
+        optimizer = SPlus(parameters, normalization_decay=decay)
+        for parameter, shape in zip(parameters, shapes):
+            assert ("rms" in optimizer.state[parameter]) == (decay > 0)
+            assert not decay or optimizer.state[parameter]["rms"].shape == shape
+
+
+@pytest.mark.parametrize("decay", [0.5, 0.9])
+def test_frobenius_norm_is_the_same_whatever_is_remembered(decay: float) -> None:
+    steps = moves((6, 4), draws(9, 6, 4), lr=0.3, step_norm="frobenius", normalization_decay=decay).diff(dim=0)
+    torch.testing.assert_close(steps.norm(dim=(1, 2)), torch.full((8,), 0.3 * 2 / 10 * 24**0.5, dtype=DOUBLE))
 
 
 def test_direction_ignores_signs_and_order_of_eigenvectors() -> None:
