@@ -140,7 +140,7 @@ def test_a_new_basis_begins_without_memory() -> None:
     gradients = draws(12, 6, 4)
     parameters = [nn.Parameter(torch.zeros(6, 4, dtype=DOUBLE)) for _ in "ab"]
     every_three: dict[str, Any] = {"precondition_frequency": 3, "refresh_growth": None, "spread_refreshes": False}
-    every_three["step_norm"] = "frobenius"  # power iterations remember too
+    every_three |= {"step_norm": "frobenius", "weight_decay": 0.0}  # power iterations remember too
     soft, hard = (
         SPlus([parameter], normalization_decay=decay, **every_three) for parameter, decay in zip(parameters, (0.5, 0.0))
     )

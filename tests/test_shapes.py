@@ -153,8 +153,9 @@ def test_sides_left_unrotated(shape: tuple[int, int], oversized: str, left: bool
     assert ("factor_left" in state, "basis_left" in state) == (left, left)
     assert ("factor_right" in state, "basis_right" in state) == (right, right)
     reference = Reference(
-        parameter, 0.3, (0.9, 0.999), eps=0.0, normalization_decay=0.0, weight_decay=2.0,
-        precondition_frequency=5, refresh_growth=None, refresh_method="eigh", spread=False, left=left, right=right, scale=scale, step_norm="frobenius",
+        parameter, 0.3, (0.9, 0.999), eps=0.0, normalization_decay=0.0, weight_decay=2.0, precondition_frequency=5,
+        refresh_growth=None, refresh_method="eigh", spread=False, left=left, right=right, scale=scale,
+        step_norm="frobenius",
     )  # fmt: skip
     if shape == (8, 5) and left:
         # The only case whose longer side is rotated: give it one right basis from the start.
