@@ -15,8 +15,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from hydra import compose, initialize_config_dir
+from hydra.core.global_hydra import GlobalHydra
 from hydra.utils import get_class
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 
 from benchmarks.cells import ROOT
 from benchmarks.command import SettingError
@@ -103,9 +105,9 @@ def _load(optimizer: str, variants: Mapping[str, Any]) -> DictConfig:
         raise SettingError(
             f"optimizer {optimizer} given; choose among {', '.join([*known, *variants])}, or write {path}"
         )
-    config = OmegaConf.load(path)
-    assert isinstance(config, DictConfig)
-    return config
+    GlobalHydra.instance().clear()  # inside hydra.main it holds the configuration of the benchmark itself
+    with initialize_config_dir(str(FOLDER), version_base="1.3"):
+        return compose(optimizer)
 
 
 def _default_weights(config: DictConfig) -> list[str]:
