@@ -156,7 +156,7 @@ class GroupBooks:
             if position not in self.layouts:
                 states[position]["momentum"] = torch.zeros_like(weights)
                 if self._remembers:
-                    states[position]["rms"] = torch.zeros_like(weights)
+                    states[position]["recent_norm"] = torch.zeros_like(weights)
         for bucket, slot in self.slots():
             states[slot.parameter]["peak"] = 0.0
             states[slot.parameter].update(bucket.views(slot, self.layouts[slot.parameter]))

@@ -24,7 +24,7 @@ class Bucket:
     Args:
         matmul_dtype: of the bases and the products with them; None for that of the rest of the state.
         spectral: whether directions are normalized by their spectral norms, from singular vectors (B, n).
-        remembers: whether the rotated momentum is normalized by what it was lately, from ``rms`` (B, m, n).
+        remembers: whether the rotated momentum is normalized by what it was lately, from ``recent_norm`` (B, m, n).
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class Bucket:
 
         if remembers:
             dtype = self.rotation_dtype if plan.rotate_left or plan.rotate_right else plan.dtype
-            self.stacks["rms"] = torch.zeros_like(self.stacks["momentum"], dtype=dtype)
+            self.stacks["recent_norm"] = torch.zeros_like(self.stacks["momentum"], dtype=dtype)
         if spectral and plan.scale is not None:
             v = start_vector(plan.n).to(plan.device, plan.dtype)
             self.stacks["singular_vector"] = v.expand(plan.size, -1).clone(memory_format=torch.contiguous_format)
@@ -94,16 +94,16 @@ class Bucket:
         Args:
             eps, decay: as ``eps`` and ``normalization_decay`` of :class:`~splus.SPlus`.
         """
-        M, rms = self.stacks["momentum"][run], self._run("rms", run)
+        M, recent = self.stacks["momentum"][run], self._run("recent_norm", run)
         scratch = self._product_scratch(run, workspace)
         bases = self._run("basis_left", run), self._run("basis_right", run)
-        U = whitened_direction(M, *bases, eps, scratch, rms, decay)
+        U = whitened_direction(M, *bases, eps, scratch, recent, decay)
         v = self._run("singular_vector", run)
         if v is not None:
             factor, after = spectral_factor(U, v)
             U.mul_(factor)
             v.copy_(after)
-        elif rms is not None:
+        elif recent is not None:
             U.mul_(frobenius_factor(U))
         return U
 
@@ -118,8 +118,8 @@ class Bucket:
                 together = max(1, DECOMPOSITION_LIMIT // length**2)
                 for first in range(0, len(due), together):
                     failures |= self._refresh_side(side, due[first : first + together], method)
-        if "rms" in self.stacks:
-            self.stacks["rms"][torch.tensor(due, device=self.plan.device)] = 0
+        if "recent_norm" in self.stacks:
+            self.stacks["recent_norm"][torch.tensor(due, dtype=torch.long, device=self.plan.device)] = 0
         return failures
 
     def _refresh_side(self, side: str, due: list[int], method: Method) -> set[int]:

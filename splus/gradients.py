@@ -124,7 +124,7 @@ def follow_size(state: dict[str, Any], size: float, betas: tuple[float, float]) 
     after = scale_exponent(state["peak"], dtype)
     if after != before:
         for name, value in state.items():
-            power = 1 if name.startswith(("momentum", "rms")) else 2 if name.startswith("factor") else 0
+            power = 1 if name.startswith(("momentum", "recent_norm")) else 2 if name.startswith("factor") else 0
             if power:
                 # What a larger power would have to undo has decayed to nothing, by betas near zero.
                 value.mul_(2.0 ** min(power * (before - after), 100))

@@ -12,7 +12,7 @@ from splus.eigenbasis import basis_drift, orthogonality_error
 from splus.precision import exact_arithmetic
 from splus.scaling import elementwise_step
 from splus.teams import local
-from splus.update import frobenius_factor, soft_sign_from, spectral_factor, whitened_direction
+from splus.update import frobenius_factor, shrink, soft_sign, spectral_factor, whitened_direction
 
 
 @torch.no_grad()
@@ -32,11 +32,11 @@ def group_metrics(
         for bucket in books.buckets:
             stacks, scale = bucket.stacks, bucket.plan.scale
             M, bases = stacks["momentum"], (stacks.get("basis_left"), stacks.get("basis_right"))
-            rms = stacks["rms"].clone() if "rms" in stacks else None
-            U = whitened_direction(M, *bases, group["eps"], rms=rms, decay=group["normalization_decay"])
+            recent = stacks["recent_norm"].clone() if "recent_norm" in stacks else None
+            U = whitened_direction(M, *bases, group["eps"], recent=recent, decay=group["normalization_decay"])
             if "singular_vector" in stacks:
                 U = U * spectral_factor(U, stacks["singular_vector"])[0]
-            elif rms is not None:
+            elif recent is not None:
                 U = U * frobenius_factor(U)
             squares += float(U.square().sum()) * (lr * (constant if scale is None else scale)) ** 2
             entries += U.numel()
@@ -59,5 +59,6 @@ def _elementwise_direction(state: Mapping[str, Any], decay: float) -> Tensor:
     M = local(state["momentum"]).clone()
     if not decay:
         return M.sign_()
-    least, rms = torch.finfo(M.dtype).tiny, local(state["rms"]).clone()
-    return soft_sign_from(M, least, rms, decay, torch.empty_like(M)).mul_(math.sqrt(1 - decay ** (state["step"] + 1)))
+    shrink(M, torch.finfo(M.dtype).tiny, torch.empty_like(M))
+    U = soft_sign(M, local(state["recent_norm"]).clone(), decay)
+    return U.mul_(math.sqrt((1 - decay ** (state["step"] + 1)) / (1 - decay)))

@@ -32,7 +32,7 @@ class SPlus(Optimizer):
     For a weight matrix W (m×n) with gradient G, momentum M, factors L (m×m), R (n×n) and their eigenbases Q_L, Q_R::
 
         M ← β1 M + (1-β1) G
-        X ← Q_Lᵀ M Q_R,   V ← γ V + (1-γ) X²
+        X ← Q_Lᵀ M Q_R,   V ← γ V + X²
         U ← Q_L (X / √V) Q_Rᵀ,   U ← U · √(mn) / (4 ‖U‖_2)
         W ← W - lr · s · U,   s = 2/(m+n)
         A ← ρ A + (1-ρ) W,    evaluated at A / (1-ρᵗ)
@@ -41,8 +41,8 @@ class SPlus(Optimizer):
         every now and then:  Q_L, Q_R ← eigenbases of L, R, first used in the next step; V ← 0
 
     Parameters that are not whitened (vectors, scalars; with :func:`~splus.param_groups` also embeddings and the output
-    head) take ``U = M / √V`` with V of M², ``s = elementwise_scale / n ** width_power``. Gradients are taken at W
-    and the model is evaluated at the average: validate, sample and export inside :meth:`averaged`, or between
+    head) take ``U = M / √V̂``, V̂ a mean of M² by γ, ``s = elementwise_scale / n ** width_power``. Gradients are taken
+    at W and the model is evaluated at the average: validate, sample and export inside :meth:`averaged`, or between
     :meth:`eval` and :meth:`train`.
 
     An entry whose gradients end, as of an embedding's row that is not in a batch, moves on until its momentum has faded
@@ -66,9 +66,9 @@ class SPlus(Optimizer):
         params: parameters, named parameters or groups, as for every torch optimizer; see :func:`~splus.param_groups`.
         lr: learning rate, a float or a tensor of one element. :func:`~splus.lr_from_adam` converts one from Adam.
         betas: decays of the momentum and of the factors.
-        eps: a rotated entry below ``eps`` times its matrix's Frobenius norm counts as zero, not as ±1.
+        eps: a rotated entry below ``eps`` times its matrix's Frobenius norm counts as zero, any other as smaller by it.
         normalization_decay: γ, the decay of V: 0.5 remembers about two steps. 0 takes the sign, which is the published
-            instantaneous normalization, and keeps no ``rms`` in the state.
+            instantaneous normalization, and keeps no ``recent_norm`` in the state.
         weight_decay: decoupled decay, on the scale of the step: W shrinks by lr · s · weight_decay.
         scale_weight_decay: False leaves s out of that: W shrinks by lr · weight_decay, whatever its shape.
         ema_decay: decay ρ of the averaged weights. It sets a horizon of 1/(1-ρ) steps; 1 - 10/steps suits a run.

@@ -20,7 +20,7 @@ from splus.plan import Slot
 from splus.precision import full_precision
 from splus.scaling import elementwise_step
 from splus.teams import local
-from splus.update import follow_rms, sign_from, zero_below
+from splus.update import shrink, sign_from, soft_sign
 from splus.workspace import Workspace
 
 Group = Mapping[str, Any]
@@ -123,14 +123,13 @@ def _step_elementwise(
     # Decay never takes a denormal number to zero: rounding keeps it, and its sign would step for ever.
     least, decay = torch.finfo(flat.dtype).tiny, group["normalization_decay"]
     if decay:
-        rms = [_rows(local(of["rms"]), chosen) for of, (_, chosen) in zip(states, rows)]
-        zero_below(flat, least, scratch)
-        torch._foreach_copy_(pieces, rms)
-        follow_rms(scratch, flat, decay)
-        torch._foreach_copy_(rms, pieces)
-        flat.div_(scratch.clamp_min_(least))
-        # V has begun at zero.
-        torch._foreach_mul_(updates, [math.sqrt(1 - decay ** of["step"]) for of in states])
+        recent = [_rows(local(of["recent_norm"]), chosen) for of, (_, chosen) in zip(states, rows)]
+        shrink(flat, least, scratch)
+        torch._foreach_copy_(pieces, recent)
+        soft_sign(flat, scratch, decay)
+        torch._foreach_copy_(recent, pieces)
+        # As if by the mean of so many squares.
+        torch._foreach_mul_(updates, [math.sqrt((1 - decay ** of["step"]) / (1 - decay)) for of in states])
     else:
         sign_from(flat, least)
     apply_updates(

@@ -62,32 +62,25 @@ def sign_from(X: Tensor, least: Tensor | float | None) -> Tensor:
     return torch.div(X, least, rounding_mode="trunc", out=X).sign_()
 
 
-def soft_sign_from(X: Tensor, least: Tensor | float | None, rms: Tensor, decay: float, scratch: Tensor) -> Tensor:
-    """In place, X / √V with V ← γ V + (1-γ) X², 0 where the size of an entry is below ``least``.
+def shrink(X: Tensor, least: Tensor | float, scratch: Tensor) -> None:
+    """In place, every entry of X closer to zero by ``least``, 0 where its size is below that; ``scratch`` is like X."""
+    X.sub_(torch.clamp(X, -least, least, out=scratch))  # type: ignore[arg-type]
 
-    With γ = 0 that is the sign. With a memory of a few steps it stays that of an entry that keeps its size, and goes
-    through zero step by step where an entry changes its sign. No entry is beyond 1/√(1-γ).
+
+def soft_sign(X: Tensor, recent: Tensor, decay: float) -> Tensor:
+    """In place, X / √V with V ← γ V + X², 0 where all is zero; no entry is beyond 1.
+
+    With γ = 0 that is the sign. With a memory of a few steps it is √(1-γ) times the sign for an entry that keeps its
+    size, and goes through zero step by step for one that changes its sign.
 
     Args:
-        rms: √V, which is updated in place; entries of 0 have no memory yet.
+        recent: √V, which is updated in place.
         decay: γ.
-        scratch: like X.
     """
-    if least is not None:
-        zero_below(X, least, scratch)
-    follow_rms(rms, X, decay)
-    return X.div_(torch.clamp(rms, min=torch.finfo(X.dtype).tiny, out=scratch))
-
-
-def zero_below(X: Tensor, least: Tensor | float, scratch: Tensor) -> None:
-    """In place, 0 for every entry of X whose size is below ``least``; ``scratch`` is like X."""
-    X.mul_(torch.abs(X, out=scratch).ge_(least))
-
-
-def follow_rms(rms: Tensor, X: Tensor, decay: float) -> None:
-    """In place, √V of V ← γ V + (1-γ) X², without squares, which may be out of range."""
-    rms.mul_(math.sqrt(decay / (1 - decay)))
-    torch.hypot(rms, X, out=rms).mul_(math.sqrt(1 - decay))
+    # √V by hypot, as squares of X may be out of range; the least normal number keeps 0 / 0 away.
+    least = torch.tensor(torch.finfo(X.dtype).tiny, dtype=X.dtype)
+    torch.add(least, recent, alpha=math.sqrt(decay), out=recent)
+    return X.div_(torch.hypot(recent, X, out=recent))
 
 
 def whitened_direction(
@@ -96,7 +89,7 @@ def whitened_direction(
     Q_R: Tensor | None,
     eps: float,
     scratch: Scratch | None = None,
-    rms: Tensor | None = None,
+    recent: Tensor | None = None,
     decay: float = 0.0,
 ) -> Tensor:
     """U = Q_L sign(Q_Lᵀ M Q_R) Q_Rᵀ, (B, m, n): instantaneous normalization in a historical basis.
@@ -106,7 +99,8 @@ def whitened_direction(
 
     Args:
         scratch: two tensors like U to compute in; U is one of them. None makes them.
-        rms, decay: of :func:`soft_sign_from`, which takes the place of the sign if there is an rms (B, m, n).
+        recent, decay: of :func:`soft_sign`, which takes the place of the sign if there is a memory (B, m, n). Entries
+            are closer to zero by the noise level then, and U has a norm of its own.
     """
     basis = Q_R if Q_L is None else Q_L
     dtype = M.dtype if basis is None else basis.dtype
@@ -114,10 +108,12 @@ def whitened_direction(
     X = rotate(M if M.dtype == dtype else scratch[0].copy_(M), Q_L, Q_R, scratch)
     X = scratch[0].copy_(M) if X is M else X
     least = noise_level(X, eps)
-    if rms is None:
+    if recent is None:
         X = sign_from(X, least)
     else:
-        X = soft_sign_from(X, least, rms, decay, scratch[1] if X is scratch[0] else scratch[0])
+        if least is not None:
+            shrink(X, least, scratch[1] if X is scratch[0] else scratch[0])
+        X = soft_sign(X, recent, decay)
     return rotate_back(X, Q_L, Q_R, scratch)
 
 

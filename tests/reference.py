@@ -63,7 +63,7 @@ class Reference:
             U = self.direction()
         else:
             self.note(self.M[self.M != 0], self.M)
-            U = self.normalized(self.M) * math.sqrt(1 - self.gamma**self.t)
+            U = self.normalized(self.M) * math.sqrt((1 - self.gamma**self.t) / (1 - self.gamma))
         if self.whitened and self.spectral and bool((U != 0).any()):
             u = U @ self.v
             self.note(u.norm(), U)
@@ -90,12 +90,12 @@ class Reference:
         X = self.Q_L.T @ self.M @ self.Q_R
         noise = self.eps * math.sqrt(float((X**2).sum()))
         self.note(X.abs() - noise, X)
-        heard = [[0.0 if abs(x) < noise else x for x in row] for row in X.tolist()]
+        heard = [[math.copysign(max(abs(x) - noise, 0.0), x) for x in row] for row in X.tolist()]
         return self.Q_L @ self.normalized(torch.tensor(heard, dtype=torch.float64)) @ self.Q_R.T
 
     def normalized(self, X: Tensor) -> Tensor:
-        """X / √V, with V the average of X² lately; the sign if that is X² alone."""
-        self.V = self.gamma * self.V + (1 - self.gamma) * X**2
+        """X / √V, with V the sum of X² lately; the sign if that is X² alone."""
+        self.V = self.gamma * self.V + X**2
         return torch.where(X == 0, 0.0, X / self.V.sqrt())
 
     def note(self, distances: Tensor, whole: Tensor) -> None:

@@ -154,7 +154,7 @@ def holdings(optimizer: SPlus, parameters: list[nn.Parameter]) -> list[list[Tens
         + [
             torch.as_tensor(v).clone()
             for k, v in optimizer.state[parameter].items()
-            if not k.startswith(("basis", "rms"))
+            if not k.startswith(("basis", "recent_norm"))
         ]
         for parameter in parameters
     ]

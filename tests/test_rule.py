@@ -13,8 +13,9 @@ from splus.update import (
     noise_level,
     rotate,
     rotate_back,
+    shrink,
     sign_from,
-    soft_sign_from,
+    soft_sign,
     spectral_factor,
     start_vector,
     whitened_direction,
@@ -111,28 +112,35 @@ def test_sign_threshold_is_each_matrix_own() -> None:
 
 
 @pytest.mark.parametrize("decay", [0.0, 0.5, 0.9])
-@pytest.mark.parametrize("size", [1e-33, 1.0, 1e36])
+@pytest.mark.parametrize("size", [1e-30, 1.0, 1e36])
 def test_soft_sign_has_no_scale_and_is_bounded(decay: float, size: float) -> None:
-    """X over the root of the average of X², at any size; no entry is beyond 1/√(1-γ), and without memory it is ±1."""
-    rms, V = torch.zeros(2, 4, 3), torch.zeros(2, 4, 3, dtype=DOUBLE)
+    """X over the root of the sum of recent X², at any size; no entry is beyond 1, and without memory it is the sign."""
+    recent, V = torch.zeros(2, 4, 3), torch.zeros(2, 4, 3, dtype=DOUBLE)
     for X in draws(6, 2, 4, 3, dtype=torch.float32):
-        V = decay * V + (1 - decay) * X.double() ** 2
-        U = soft_sign_from(X * size, None, rms, decay, torch.empty_like(X))
-        torch.testing.assert_close(U.double(), X / V.sqrt(), rtol=1e-5, atol=0)
-        torch.testing.assert_close(rms.double() / size, V.sqrt(), rtol=1e-5, atol=0)
-        assert float(U.abs().max()) <= (1 - decay) ** -0.5 * (1 + 1e-6)
+        V = decay * V + X.double() ** 2
+        U = soft_sign(X * size, recent, decay)
+        torch.testing.assert_close(U.double(), X / V.sqrt(), rtol=2e-5, atol=0)
+        torch.testing.assert_close(recent.double() / size, V.sqrt(), rtol=2e-5, atol=0)
+        assert float(U.abs().max()) <= 1
+        assert decay or torch.equal(U, X.sign())
 
 
 def test_soft_sign_goes_through_zero_where_the_sign_jumps() -> None:
     """An entry that keeps its size has its sign; one that falls through zero has what it has fallen to."""
     X = torch.tensor([[[1.0, 1.0], [1.0, 0.0]]])
-    rms = torch.zeros_like(X)
+    recent = torch.zeros_like(X)
     for _ in range(40):
-        U = soft_sign_from(X.clone(), None, rms, 0.5, torch.empty_like(X))
-    torch.testing.assert_close(U, X)
+        U = soft_sign(X.clone(), recent, 0.5)
+    torch.testing.assert_close(U, X * 0.5**0.5)
     X[0, 0, 1] = 0.01
-    U = soft_sign_from(X.clone(), None, rms, 0.5, torch.empty_like(X))
-    torch.testing.assert_close(U, torch.tensor([[[1.0, 0.01 / 0.5**0.5], [1.0, 0.0]]]), rtol=1e-4, atol=0)
+    U = soft_sign(X.clone(), recent, 0.5)
+    torch.testing.assert_close(U, torch.tensor([[[0.5**0.5, 0.01], [0.5**0.5, 0.0]]]), rtol=1e-4, atol=0)
+
+
+def test_shrink_takes_to_zero_what_is_below() -> None:
+    X = torch.tensor([[[3.0, -3.0], [0.5, -0.5]], [[3.0, -3.0], [0.5, 0.0]]])
+    shrink(X, torch.tensor([1.0, 0.25]).view(2, 1, 1), torch.empty_like(X))
+    assert torch.equal(X, torch.tensor([[[2.0, -2.0], [0.0, 0.0]], [[2.75, -2.75], [0.25, 0.0]]]))
 
 
 def test_a_new_basis_begins_without_memory() -> None:
@@ -150,7 +158,7 @@ def test_a_new_basis_begins_without_memory() -> None:
         drive(soft, parameters[:1], [[G]])
         drive(hard, parameters[1:], [[G]])
         steps = [parameter.detach() - start for parameter, start in zip(parameters, before)]
-        if bool((soft.state[parameters[0]]["rms"] == 0).all()):
+        if bool((soft.state[parameters[0]]["recent_norm"] == 0).all()):
             agreed.append(step + 1)
         elif step in agreed or step == 1:
             torch.testing.assert_close(steps[0], steps[1], rtol=1e-6, atol=1e-9)
@@ -164,8 +172,8 @@ def test_without_memory_there_is_none_in_the_state() -> None:
         parameters = [nn.Parameter(torch.ones(shape)) for shape in shapes]
         optimizer = SPlus(parameters, normalization_decay=decay)
         for parameter, shape in zip(parameters, shapes):
-            assert ("rms" in optimizer.state[parameter]) == (decay > 0)
-            assert not decay or optimizer.state[parameter]["rms"].shape == shape
+            assert ("recent_norm" in optimizer.state[parameter]) == (decay > 0)
+            assert not decay or optimizer.state[parameter]["recent_norm"].shape == shape
 
 
 @pytest.mark.parametrize("decay", [0.5, 0.9])
@@ -235,10 +243,14 @@ def test_size_of_a_step(shape: tuple[int, int]) -> None:
 
 
 def test_first_step_is_a_scaled_sign() -> None:
-    """Step 1 is taken in the identity basis: lr · 2/(m+n) · sign(G), exactly; normalized, a multiple of it."""
+    """Step 1 is taken in the identity basis: lr · 2/(m+n) · sign(G), exactly by signs; normalized, a multiple of it."""
     G = draws(1, 3, 5)
-    first = moves((3, 5), G, full_rank=False, lr=0.3, step_norm="frobenius")[0]
+    first, soft = (
+        moves((3, 5), G, full_rank=False, lr=0.3, step_norm="frobenius", normalization_decay=decay)[0]
+        for decay in (0.0, 0.5)
+    )
     assert torch.equal(first, -0.3 * (2 / 8 * G[0].sign()))
+    torch.testing.assert_close(soft, first, rtol=1e-14, atol=0)
     normalized = moves((3, 5), G, full_rank=False, lr=0.3)[0]
     torch.testing.assert_close(normalized / normalized[0, 0], first / first[0, 0], rtol=1e-14, atol=0)
 

@@ -125,7 +125,7 @@ def test_blocks_of_sections() -> None:
     (weights,), _ = trained([start], [gradients], split=2, max_preconditioner_dim=4)
     for rows in (slice(0, 6), slice(6, 12)):
         (section,), _ = trained([start[rows]], [gradients[:, rows]], max_preconditioner_dim=4)
-        assert torch.equal(weights[rows], section)
+        torch.testing.assert_close(weights[rows], section, rtol=1e-13, atol=0)  # hypot rounds by where an entry lies
 
 
 @pytest.mark.parametrize(

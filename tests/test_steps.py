@@ -177,7 +177,7 @@ def test_matmul_dtype_is_that_of_the_bases_alone(dtype: torch.dtype) -> None:
     optimizer = SPlus([parameter], matmul_dtype=dtype, precondition_frequency=2)
     drive(optimizer, [parameter], draws(30, 8, 6, dtype=torch.float32).unsqueeze(1))
     kinds = {name: value.dtype for name, value in optimizer.state[parameter].items() if isinstance(value, Tensor)}
-    assert {name for name, kind in kinds.items() if kind == dtype} == {"basis_left", "basis_right", "rms"}
+    assert {name for name, kind in kinds.items() if kind == dtype} == {"basis_left", "basis_right", "recent_norm"}
     assert set(kinds.values()) == {dtype, torch.float32}
     assert optimizer.metrics()[0]["orthogonality_error"] < 0.02
     assert optimizer.metrics()[0]["basis_drift"] < 0.5
