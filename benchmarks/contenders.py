@@ -108,6 +108,7 @@ def _muon(matrices: list[Tensor], others: list[Tensor]) -> list[Optimizer]:
 
 CONTENDERS = (
     splus("SPlus"),
+    splus("SPlus, signs", normalization_decay=0.0),
     splus("SPlus, bf16 products", matmul_dtype=torch.bfloat16),
     splus("SPlus, shorter sides, bf16 products", sides="shorter", matmul_dtype=torch.bfloat16),
     Contender("pytorch_optimizer SPlus", _published_splus, "inverse_steps", {"inverse_steps": NEVER}),

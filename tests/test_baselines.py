@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from omegaconf import DictConfig, OmegaConf
-from runs import OBJECTIVES, ROOT, configuration, smoke
+from runs import OBJECTIVES, ROOT, configuration, optimizer_file, smoke
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -18,7 +18,7 @@ from train.optimizers import build_optimizer, check_parallel
 from train.trainer import Trainer, generator
 
 OPTIMIZERS = sorted(path.stem for path in (ROOT / "conf" / "optimizer").glob("*.yaml"))
-AVERAGING = {"schedulefree", "splus", "splus_published"}
+AVERAGING = {"schedulefree", "splus", "splus_sign", "splus_published"}
 
 
 def but(*names: str) -> list[str]:
@@ -33,7 +33,7 @@ def settings(objective: str, optimizer: str, *overrides: str) -> DictConfig:
     """What hydra composes, in a tenth of its time."""
     config = copy.deepcopy(composed(objective))
     OmegaConf.set_struct(config, False)
-    config.optimizer = OmegaConf.load(ROOT / "conf" / "optimizer" / f"{optimizer}.yaml")
+    config.optimizer = optimizer_file(optimizer)
     config.merge_with_dotlist(list(overrides))
     return config
 
@@ -88,7 +88,7 @@ def test_a_run_that_was_stopped_continues_bit_for_bit(tmp_path, optimizer):
     assert held_out(resumed) == held_out(whole)
 
 
-@pytest.mark.parametrize("optimizer", but("splus", "splus_published"))
+@pytest.mark.parametrize("optimizer", but("splus", "splus_sign", "splus_published"))
 def test_weight_matrices_alone_decay_and_apart_from_the_gradients(diffusion, optimizer):
     """A step on gradients of zero multiplies them by 1 - lr · weight_decay; SGD's decay is part of the gradient."""
     config = settings("diffusion", optimizer, "optimizer.lr=0.5", "optimizer.weight_decay=0.1").optimizer
@@ -121,7 +121,7 @@ def test_the_schedule_reaches_every_parameter(optimizer):
 
 def test_where_a_sweep_begins_is_said_and_changes_no_training():
     for optimizer in OPTIMIZERS:
-        start = OmegaConf.load(ROOT / "conf" / "optimizer" / f"{optimizer}.yaml").sweep.start
+        start = optimizer_file(optimizer).sweep.start
         assert set(start) == set(OBJECTIVES)
         assert all(rate > 0 for rate in start.values())
     config, other = (configuration(f"optimizer.sweep.start.diffusion={rate}") for rate in (1, 2))
@@ -149,7 +149,7 @@ def test_optimizers_are_refused_where_they_do_not_work(mode, refused):
     """Those that need whole matrices or second derivatives; torch's Muon multiplies DTensors."""
     config = configuration(f"parallel={mode}")
     for optimizer in OPTIMIZERS:
-        config.optimizer = OmegaConf.load(ROOT / "conf" / "optimizer" / f"{optimizer}.yaml")
+        config.optimizer = optimizer_file(optimizer)
         refusal = pytest.raises(ValueError, match=rf"not work with parallel={mode} .*; set parallel=none")
         with refusal if optimizer in refused else nullcontext():
             check_parallel(config)

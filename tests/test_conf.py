@@ -4,7 +4,7 @@ import pytest
 from hydra.utils import get_object
 from omegaconf import OmegaConf
 from omegaconf.errors import InterpolationResolutionError
-from runs import OBJECTIVES, ROOT, configuration
+from runs import OBJECTIVES, ROOT, configuration, optimizer_file
 
 from train.config import config_hash, training_config
 
@@ -19,7 +19,7 @@ def test_every_combination_composes_with_nothing_missing(schedule, preset):
     for objective in options("objective"):
         config = configuration(f"objective={objective}", f"schedule={schedule}", f"preset={preset}")
         for optimizer in options("optimizer"):
-            config.optimizer = OmegaConf.load(ROOT / "conf" / "optimizer" / f"{optimizer}.yaml")
+            config.optimizer = optimizer_file(optimizer)
             OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
 
 
@@ -49,7 +49,7 @@ OWN_DECAY = {"adamw": 0.01, "sgd": 0.0001, "sophia": 0.001}
 
 def test_weight_decay_is_everyones_but_where_a_file_says_why():
     for name in options("optimizer"):
-        config = OmegaConf.load(ROOT / "conf" / "optimizer" / f"{name}.yaml")
+        config = optimizer_file(name)
         assert config.weight_decay == OWN_DECAY.get(name, 0.1)
 
 
