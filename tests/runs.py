@@ -4,7 +4,7 @@ from functools import cache
 from pathlib import Path
 
 from hydra import compose, initialize_config_dir
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
 import train.config  # noqa: F401  (registers the resolvers)
 
@@ -21,7 +21,9 @@ def configuration(*overrides: str) -> DictConfig:
 def optimizer_file(name: str) -> DictConfig:
     """A file of conf/optimizer/ with those that it builds on. Not to be changed."""
     with initialize_config_dir(str(ROOT / "conf" / "optimizer"), version_base="1.3"):
-        return compose(name)
+        config = compose(name)
+    OmegaConf.set_struct(config, False)
+    return config
 
 
 def smoke(objective: str = "language_modelling", optimizer: str = "adam", *overrides: str) -> DictConfig:
