@@ -41,6 +41,7 @@ from benchmarks.turns import take_turns
 SETTINGS = "comparison.yaml"
 PART = ("optimizers", "starts", "schedules", "batches", "budgets", "seeds", "rates", "searched")
 VARIANT = ("optimizer", "settings", "label", "sweep")
+LEAST = {"seeds": 1, "rates": 1, "workers": 1, "pace.steps": 1, "pace.turn": 1, "pace.rounds": 0}
 
 
 @hydra.main(config_path=str(ROOT / "conf" / "comparison"), config_name="compare", version_base="1.3")
@@ -70,12 +71,10 @@ def comparison_from(config: DictConfig) -> Comparison:
     known = sorted(path.stem for path in (ROOT / "conf" / "objective").glob("*.yaml"))
     if not config.objectives or set(config.objectives) - set(known):
         raise SettingError(f"objectives={config.objectives} given; choose among {', '.join(known)}")
-    for name, least in {"seeds": 1, "rates": 1, "workers": 1}.items():
-        if config[name] is not None and config[name] < least:
-            raise SettingError(f"{name}={config[name]} given; at least {least} is required")
-    for name, least in {"steps": 1, "turn": 1, "rounds": 0}.items():
-        if config.pace[name] < least:
-            raise SettingError(f"pace.{name}={config.pace[name]} given; at least {least} is required")
+    for name, least in LEAST.items():
+        given = OmegaConf.select(config, name)
+        if given is not None and given < least:
+            raise SettingError(f"{name}={given} given; at least {least} is required")
     methods = methods_from(config)
     training = training_from(config)
     studies: dict[tuple[Condition, str], Study] = {}

@@ -21,7 +21,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from benchmarks import bracket
-from benchmarks.cells import Cell, Outcome
+from benchmarks.cells import Cell, Outcome, code_digest
 from benchmarks.comparison import REFERENCE, Comparison, Condition, Study
 from benchmarks.csv_file import write_csv
 from benchmarks.machine import processor
@@ -130,9 +130,8 @@ def measure(comparison: Comparison, config: DictConfig, alone: Callable[[], Exec
         if not missing:
             continue
         trial = replace(trial, cells=tuple(dict.fromkeys((reference, *missing))))
-        console.print(
-            f"{trial.name}: {len(trial.cells)} optimizers, {trial.steps * trial.rounds} steps of each", highlight=False
-        )
+        told = f"{len(trial.cells)} optimizers take turns for their clocks, {trial.steps * trial.rounds} steps of each"
+        console.print(f"{trial.name}: {told}", highlight=False)
         directory = Path(config.output) / "turns" / trial.name
         ended = run_alone(trial, directory, alone())
         if ended.result is None:
@@ -154,7 +153,7 @@ def write(path: Path, trial: Trial, found: Mapping[Cell, Pace]) -> None:
         {
             **dict(zip(("condition", "optimizer"), cell.group.split("/"))), "key": trial.key(cell), "step": step,
             "seconds": seconds, "averages_seconds": averages,
-            "torch": metadata.version("torch"), "machine": processor(),
+            "code": code_digest(), "torch": metadata.version("torch"), "machine": processor(),
         }
         for cell, of in found.items()
         for step, seconds, averages in zip(of.steps, of.seconds, of.averages)

@@ -35,7 +35,7 @@ class Trial:
     @cached_property
     def config(self) -> DictConfig:
         runs = [OmegaConf.to_container(cell.config) for cell in self.cells]
-        return OmegaConf.create({"runs": runs, "steps": self.steps, "turn": self.turn, "rounds": self.rounds})
+        return OmegaConf.create({"runs": runs, "ends": self.ends, "rounds": self.rounds})
 
     @property
     def ends(self) -> list[int]:
@@ -49,7 +49,7 @@ class Trial:
 
 
 def take_turns(config: DictConfig, directory: Path) -> dict[str, Any]:
-    """Train ``config.runs``, anew in each round.
+    """Train ``config.runs`` in turns up to each of the steps ``config.ends``, anew in each of ``config.rounds``.
 
     Returns:
         Seconds by [round][turn][run]: "training" of the training clock, "averages" of keeping one of the averages that
@@ -61,7 +61,7 @@ def take_turns(config: DictConfig, directory: Path) -> dict[str, Any]:
     for _ in range(config.rounds):
         trainers = [Trainer(run) for run in config.runs]
         turns = []
-        for number, end in enumerate([*range(config.turn, config.steps, config.turn), config.steps]):
+        for number, end in enumerate(config.ends):
             order = list(range(len(trainers)))[:: -1 if number % 2 else 1]  # nobody always comes after the same one
             taken = {run: _turn(trainers[run], end) for run in order}
             turns.append([taken[run] for run in range(len(trainers))])

@@ -10,7 +10,14 @@ from splus.eigenbasis import Method, refreshed_basis
 from splus.matrices import MatrixLayout
 from splus.owned import owned_tensor
 from splus.plan import BucketPlan, Slot
-from splus.update import accumulate_factors, frobenius_factor, spectral_factor, start_vector, whitened_direction
+from splus.update import (
+    Scratch,
+    accumulate_factors,
+    frobenius_factor,
+    spectral_factor,
+    start_vector,
+    whitened_direction,
+)
 from splus.workspace import Workspace
 
 # Entries of factors that are decomposed together. Solvers take one matrix at a time beyond small sizes, and hold
@@ -94,18 +101,28 @@ class Bucket:
         Args:
             eps, decay: as ``eps`` and ``normalization_decay`` of :class:`~splus.SPlus`.
         """
-        M, recent = self.stacks["momentum"][run], self._run("recent_norm", run)
-        scratch = self._product_scratch(run, workspace)
+        recent, v = self._run("recent_norm", run), self._run("singular_vector", run)
+        U, after = self._directed(run, eps, decay, self._product_scratch(run, workspace), recent)
+        if v is not None and after is not None:
+            v.copy_(after)
+        return U
+
+    def preview(self, eps: float, decay: float) -> Tensor:
+        """The directions (B, m, n) of all matrices if their momenta stayed as they are; nothing is changed."""
+        every, recent = slice(0, self.plan.size), self.stacks.get("recent_norm")
+        return self._directed(every, eps, decay, None, None if recent is None else recent.clone())[0]
+
+    def _directed(
+        self, run: slice, eps: float, decay: float, scratch: Scratch | None, recent: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """Directions and their singular vectors. ``recent`` is updated in place."""
         bases = self._run("basis_left", run), self._run("basis_right", run)
-        U = whitened_direction(M, *bases, eps, scratch, recent, decay)
+        U = whitened_direction(self.stacks["momentum"][run], *bases, eps, scratch, recent, decay)
         v = self._run("singular_vector", run)
         if v is not None:
             factor, after = spectral_factor(U, v)
-            U.mul_(factor)
-            v.copy_(after)
-        elif recent is not None:
-            U.mul_(frobenius_factor(U))
-        return U
+            return U.mul_(factor), after
+        return (U if recent is None else U.mul_(frobenius_factor(U))), None
 
     def refresh(self, due: list[int], method: Method) -> set[int]:
         """Renew the bases of the matrices at the positions ``due``; return the positions that kept an old one.

@@ -12,7 +12,7 @@ from splus.eigenbasis import basis_drift, orthogonality_error
 from splus.precision import exact_arithmetic
 from splus.scaling import elementwise_step
 from splus.teams import local
-from splus.update import frobenius_factor, shrink, soft_sign, spectral_factor, whitened_direction
+from splus.update import mean_scale, shrink, soft_sign
 
 
 @torch.no_grad()
@@ -31,13 +31,7 @@ def group_metrics(
     with exact_arithmetic({bucket.plan.device.type for bucket in books.buckets}):
         for bucket in books.buckets:
             stacks, scale = bucket.stacks, bucket.plan.scale
-            M, bases = stacks["momentum"], (stacks.get("basis_left"), stacks.get("basis_right"))
-            recent = stacks["recent_norm"].clone() if "recent_norm" in stacks else None
-            U = whitened_direction(M, *bases, group["eps"], recent=recent, decay=group["normalization_decay"])
-            if "singular_vector" in stacks:
-                U = U * spectral_factor(U, stacks["singular_vector"])[0]
-            elif recent is not None:
-                U = U * frobenius_factor(U)
+            U = bucket.preview(group["eps"], group["normalization_decay"])
             squares += float(U.square().sum()) * (lr * (constant if scale is None else scale)) ** 2
             entries += U.numel()
             for side in ("left", "right"):
@@ -56,9 +50,10 @@ def group_metrics(
 
 
 def _elementwise_direction(state: Mapping[str, Any], decay: float) -> Tensor:
+    """U of a parameter that is not whitened, in its shape, if its momentum stayed as it is."""
     M = local(state["momentum"]).clone()
     if not decay:
         return M.sign_()
     shrink(M, torch.finfo(M.dtype).tiny, torch.empty_like(M))
     U = soft_sign(M, local(state["recent_norm"]).clone(), decay)
-    return U.mul_(math.sqrt((1 - decay ** (state["step"] + 1)) / (1 - decay)))
+    return U.mul_(mean_scale(decay, state["step"] + 1))

@@ -1,6 +1,5 @@
 """The phases of a step of a parameter group: directions, weights and averages, factors, refreshes."""
 
-import math
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -20,7 +19,7 @@ from splus.plan import Slot
 from splus.precision import full_precision
 from splus.scaling import elementwise_step
 from splus.teams import local
-from splus.update import shrink, sign_from, soft_sign
+from splus.update import mean_scale, shrink, sign_from, soft_sign
 from splus.workspace import Workspace
 
 Group = Mapping[str, Any]
@@ -128,8 +127,7 @@ def _step_elementwise(
         torch._foreach_copy_(pieces, recent)
         soft_sign(flat, scratch, decay)
         torch._foreach_copy_(recent, pieces)
-        # As if by the mean of so many squares.
-        torch._foreach_mul_(updates, [math.sqrt((1 - decay ** of["step"]) / (1 - decay)) for of in states])
+        torch._foreach_mul_(updates, [mean_scale(decay, of["step"]) for of in states])
     else:
         sign_from(flat, least)
     apply_updates(

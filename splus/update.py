@@ -68,19 +68,25 @@ def shrink(X: Tensor, least: Tensor | float, scratch: Tensor) -> None:
 
 
 def soft_sign(X: Tensor, recent: Tensor, decay: float) -> Tensor:
-    """In place, X / √V with V ← γ V + X², 0 where all is zero; no entry is beyond 1.
+    """In place, X / √V with V ← γ V + X², 0 where all is zero, for X of any shape; no entry is beyond 1.
 
-    With γ = 0 that is the sign. With a memory of a few steps it is √(1-γ) times the sign for an entry that keeps its
-    size, and goes through zero step by step for one that changes its sign.
+    With γ = 0 that is the sign, the published normalization (arXiv 2506.07254, section 4). With a memory of a few steps
+    it is √(1-γ) times the sign for an entry that keeps its size, and goes through zero step by step for one that
+    changes its sign. What that is worth: ``python -m benchmarks.ablation variants=[default,default_sign]``.
 
     Args:
-        recent: √V, which is updated in place.
+        recent: √V, like X, which is updated in place.
         decay: γ.
     """
     # √V by hypot, as squares of X may be out of range; the least normal number keeps 0 / 0 away.
     least = torch.tensor(torch.finfo(X.dtype).tiny, dtype=X.dtype)
     torch.add(least, recent, alpha=math.sqrt(decay), out=recent)
     return X.div_(torch.hypot(recent, X, out=recent))
+
+
+def mean_scale(decay: float, steps: int) -> float:
+    """√(1 + γ + … + γ^(steps-1)), which makes :func:`soft_sign` divide by a mean of squares and not by their sum."""
+    return math.sqrt((1 - decay**steps) / (1 - decay))
 
 
 def whitened_direction(

@@ -192,9 +192,15 @@ class LinearLoss(nn.Module):
         self.model = model
 
     def forward(self, step: int, rank: int) -> Tensor:
-        generator = torch.Generator().manual_seed(2 * step + rank)
-        slopes = [torch.randn(p.shape, generator=generator).to(p.dtype) for p in self.model.parameters()]
-        return torch.stack([(p * slope).sum() for p, slope in zip(self.model.parameters(), slopes)]).sum()
+        parameters = list(self.model.parameters())
+        slopes = slopes_of(self.model, step, rank, parameters[0].dtype)
+        return torch.stack([(p * slope).sum() for p, slope in zip(parameters, slopes)]).sum()
+
+
+def slopes_of(model: nn.Module, step: int, rank: int, dtype: torch.dtype) -> list[Tensor]:
+    """The gradients of a LinearLoss."""
+    generator = torch.Generator().manual_seed(2 * step + rank)
+    return [torch.randn(p.shape, generator=generator).to(dtype) for p in model.parameters()]
 
 
 def low_precision(rank: int, shared: bool) -> Weights:
@@ -326,6 +332,30 @@ def test_mixed_precision_of_fully_shard() -> None:
         optimizer.step()
         optimizer.zero_grad()
     assert_as_one(on_ranks(2, mixed_precision), result(model, optimizer), rtol=1e-3, atol=1e-4)
+
+
+def mixed_precision_of_slopes(rank: int) -> Weights:
+    model = network(torch.float32)
+    loss = LinearLoss(model)
+    fully_shard(loss, mesh=line(2), mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32))
+    optimizer = optimizer_of(model)
+    for step in range(STEPS):
+        loss(step, rank).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return result(model, optimizer)
+
+
+def test_gradients_of_mixed_precision_are_added_up_in_full() -> None:
+    """Those of bf16 weights, where they do not depend on the weights: all else is as in one process, in fp32."""
+    model = network(torch.float32)
+    optimizer = optimizer_of(model)
+    for step in range(STEPS):
+        slopes = [slopes_of(model, step, rank, torch.bfloat16) for rank in range(2)]
+        for parameter, *of_ranks in zip(model.parameters(), *slopes):
+            parameter.grad = sum(slope.float() for slope in of_ranks) / 2
+        optimizer.step()
+    assert_as_one(on_ranks(2, mixed_precision_of_slopes), result(model, optimizer), rtol=1e-5, atol=1e-6)
 
 
 def special_models(rank: int) -> list[Weights]:

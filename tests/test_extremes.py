@@ -160,6 +160,10 @@ def holdings(optimizer: SPlus, parameters: list[nn.Parameter]) -> list[list[Tens
     ]
 
 
+def recent_norms(optimizer: SPlus, parameters: list[nn.Parameter]) -> list[Tensor]:
+    return [optimizer.state[parameter]["recent_norm"].clone() for parameter in parameters]
+
+
 def test_out_of_memory_in_a_step() -> None:
     """Wherever memory runs out, parameters have stepped wholly or not at all, but for those of one batch."""
     original = halfway()
@@ -167,6 +171,13 @@ def test_out_of_memory_in_a_step() -> None:
     with OutOfMemory() as whole:
         optimizer.step()
     after = holdings(optimizer, parameters)
+    unrefreshed, same = copied(original)
+    for group in unrefreshed.param_groups:
+        group |= {"precondition_frequency": 10**6, "refresh_growth": None, "spread_refreshes": False}
+    unrefreshed.step()
+    # Without memory before and after; within the step that of the momentum, until the refresh.
+    memories = [(of, torch.zeros_like(of)) for of in recent_norms(unrefreshed, same)]
+    assert all(bool((of != 0).any()) for of, _ in memories)
     outcomes = []
     places = [*range(5), *range(5, whole.count, 4)]
     for fails_at in places:
@@ -177,6 +188,11 @@ def test_out_of_memory_in_a_step() -> None:
         now = holdings(optimizer, parameters)
         stepped, kept = [[all(map(torch.equal, *pair)) for pair in zip(now, then)] for then in (after, before)]
         outcomes.append((sum(stepped), sum(kept)))
+        known = [
+            any(torch.equal(now, of) for of in (*then, was))
+            for now, then, was in zip(recent_norms(optimizer, parameters), memories, recent_norms(*original))
+        ]
+        assert sum(known) >= len(parameters) - 2
         if fails_at % 10 == 0:
             optimizer.step()
             optimizer.eval()
