@@ -58,7 +58,7 @@ def turns(trial: Trial, costs: Sequence[Sequence[float]], speed: np.ndarray) -> 
 def test_load_that_slows_all_optimizers_alike_leaves_no_trace() -> None:
     """The clock is that of a machine with the median speed, however much that changes from turn to turn."""
     of, costs = trial(), [[2.0, 2.0, 2.0], [5.0, 3.0, 3.0]]
-    speed = np.array([[1.0, 1.0, 7.0], [1.0, 3.0, 1.0], [0.5, 1.0, 1.0]])
+    speed = np.array([[1.0, 3.0, 7.0], [1.0, 3.0, 1.0], [0.5, 3.0, 1.0]])
     result = turns(of, costs, speed)
     assert reference_step(of, result) == 2.0
     for run, expected in enumerate(([8.0, 16.0, 24.0], [20.0, 32.0, 44.0])):
