@@ -96,10 +96,11 @@ def draw_ratios(rows: Sequence[Entry], look: Mapping[str, Look]) -> Figure:
     """Steps and time to Adam's final loss with their intervals, the soonest on top, those that never do at the end."""
     order = sorted(rows, key=lambda entry: entry.steps.mean if entry.steps.complete else math.inf)
     with matplotlib.rc_context(STYLE):
-        figure = Figure(figsize=(4.4, 0.85 + 0.24 * len(rows)), layout="constrained")
+        figure = Figure(figsize=(4.8, 0.95 + 0.24 * len(rows)), layout="constrained")
         left, right = figure.subplots(1, 2, sharey=True, gridspec_kw={"wspace": 0.08})
-        _whiskers(left, "steps to Adam", [(entry.row, entry.steps) for entry in order], look)
-        _whiskers(right, "time to Adam", [(entry.row, entry.time) for entry in order], look)
+        _whiskers(left, "steps", [(entry.row, entry.steps) for entry in order], look)
+        _whiskers(right, "time", [(entry.row, entry.time) for entry in order], look)
+        figure.supxlabel("until Adam's final loss, over Adam's", x=1, ha="right", fontsize=10)
     return figure
 
 
@@ -112,7 +113,8 @@ def _whiskers(axes: Axes, heading: str, values: Sequence[tuple[Row, Estimate]], 
             bar = [[value.mean - value.low], [value.high - value.mean]]
             axes.errorbar(value.mean, y, xerr=bar, fmt=of.marker, ms=5, color=of.color, capsize=3, zorder=3)
         else:
-            axes.text(0.97, y, not_reached(value), transform=axes.get_yaxis_transform(), ha="right", va="center")
+            place = axes.get_yaxis_transform()
+            axes.text(0, y, f" {not_reached(value)}", transform=place, ha="left", va="center", fontsize=7)
     axes.set_xlim(0, max(1.08, axes.get_xlim()[1]))
     axes.set_ylim(len(values) - 0.5, -0.5)
     axes.set_yticks(range(len(values)), [row.label for row, _ in values])

@@ -126,17 +126,21 @@ def difference_text(difference: Difference) -> str:
 
 
 def means(rows: Sequence[Entry]) -> list[str]:
-    """Means over objectives, under the first condition of each, of the optimizers that reach Adam's loss on all."""
+    """Means over objectives, under the first condition of each, of the optimizers that reach Adam's loss on all.
+
+    The fewest steps first.
+    """
     first = [entry for entry in rows if entry.condition.is_first]
     objectives = {entry.condition.objective for entry in first}
-    lines = []
+    said: list[tuple[float, str]] = []
     for name, label in {entry.row.name: entry.row.label for entry in first if entry.row.name != REFERENCE}.items():
         own = [entry for entry in first if entry.row.name == name and entry.status == REACHED]
         if len(own) == len(objectives) > 1:
-            steps = _with_interval(mean_over([entry.steps.values for entry in own]))
-            time = _with_interval(mean_over([entry.time.values for entry in own]))
-            lines.append(f"{label}, mean over {len(own)} objectives: {steps} of Adam's steps, {time} of its time")
-    return lines
+            steps = mean_over([entry.steps.values for entry in own])
+            time = mean_over([entry.time.values for entry in own])
+            shares = f"{_with_interval(steps)} of Adam's steps, {_with_interval(time)} of its time"
+            said.append((steps.mean, f"{label}, mean over {len(own)} objectives: {shares}"))
+    return [line for _, line in sorted(said)]
 
 
 def _with_interval(value: Estimate) -> str:

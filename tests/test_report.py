@@ -9,12 +9,15 @@ import re
 import shutil
 import subprocess
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
 from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.text import Text
 from omegaconf import OmegaConf
 from rich.console import Console
 
@@ -23,7 +26,8 @@ from benchmarks.cells import ROOT, Cell, Outcome
 from benchmarks.command import SettingError
 from benchmarks.compare import SETTINGS, comparison_from
 from benchmarks.comparison import Comparison
-from benchmarks.figures import PALETTE, looks
+from benchmarks.estimates import estimate
+from benchmarks.figures import PALETTE, draw_ratios, looks
 from benchmarks.ledger import Ledger
 from benchmarks.methods import LIVE, Row
 from benchmarks.progress import Progress
@@ -297,6 +301,23 @@ def test_text_and_lines_stand_out_in_both_themes(report: Path) -> None:
         for ground in (color["paper"], color["panel"]):
             assert all(contrast(color[name], ground) >= 4.5 for name in ("ink", "soft", "warn", "focus"))
             assert all(contrast(color[name], ground) >= 3 for name in PALETTE)  # WCAG 2.1, 1.4.11
+
+
+def test_texts_of_the_ratios_lie_inside_and_apart(rows: list[Entry]) -> None:
+    never, some = estimate([None, None, None]), estimate([None, 0.5, 0.6])
+    crowd = [
+        replace(rows[0], row=Row(name, label, LIVE), steps=steps, time=steps)
+        for (name, label), steps in zip({"a": "SPlus", "b": "AdamW, defaults + EMA", "c": "C"}.items(),
+                                        (rows[0].steps, never, some))
+    ]  # fmt: skip
+    figure = draw_ratios(crowd, looks([entry.row for entry in crowd]))
+    FigureCanvasAgg(figure).draw()
+    page = figure.bbox
+    words = [text for text in figure.findobj(Text) if re.search("[A-Za-z]", text.get_text())]  # not the ticks' numbers
+    boxes = [text.get_window_extent() for text in words if text.get_visible()]
+    assert len(boxes) == 3 + 2 * 2 + 2 + 1
+    assert all(page.x0 <= box.x0 and box.x1 <= page.x1 and page.y0 <= box.y0 and box.y1 <= page.y1 for box in boxes)
+    assert not [(one, other) for one, other in itertools.combinations(boxes, 2) if one.overlaps(other)]
 
 
 def test_optimizers_differ_by_more_than_colour_and_their_weights_by_dashes() -> None:
