@@ -63,12 +63,22 @@ def wanted_cells(config: DictConfig) -> dict[tuple[str, str], Cell]:
     return {
         (variant, objective): Cell(
             f"{objective}-{variant}",
-            (f"objective={objective}", *config.common, *config.per_objective[objective], *config.known[variant]),
+            (
+                f"objective={objective}",
+                *config.common,
+                *config.per_objective[objective],
+                *settings(config, variant, objective),
+            ),
             group=objective,
         )
         for variant in config.variants
         for objective in config.objectives
     }
+
+
+def settings(config: DictConfig, variant: str, objective: str) -> list[str]:
+    of = config.known[variant]
+    return list(of[objective] if isinstance(of, DictConfig) else of)
 
 
 def table_rows(config: DictConfig, outcomes: dict[tuple[str, str], Outcome]) -> list[dict[str, str | float]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import json
 import os
 import sys
 import traceback
@@ -12,6 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
+
+from benchmarks.cells import ORIGIN, present_origin
 
 Run = Callable[[DictConfig, Path], dict[str, Any]]
 
@@ -33,6 +36,8 @@ def attempt(run: Run, config: Any, directory: Path) -> tuple[dict[str, Any] | No
     _print_to(directory / "log.txt")
     try:
         with only_user_of(directory):
+            if not (directory / ORIGIN).exists():
+                (directory / ORIGIN).write_text(json.dumps(present_origin()))
             return run(OmegaConf.create(config), directory), ""
     except Exception:
         return None, traceback.format_exc()

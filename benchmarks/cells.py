@@ -8,6 +8,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +16,12 @@ from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
 from omegaconf import DictConfig, OmegaConf
 
+from benchmarks.machine import processor
 from benchmarks.steps_to_adam import Curve
 from train.config import config_hash
 
 ROOT = Path(__file__).resolve().parent.parent
+ORIGIN = "origin.json"
 
 
 @dataclass(frozen=True)
@@ -161,10 +164,20 @@ def code_digest() -> str:
     return digest.hexdigest()[:12]
 
 
+def present_origin() -> dict[str, str]:
+    """What makes a run here and now: the code of `splus` and `train`, torch, the processor."""
+    return {"code": code_digest(), "torch": metadata.version("torch"), "machine": processor()}
+
+
+def origin(directory: Path) -> dict[str, str]:
+    """What the run in a directory was begun by; empty if that is not known."""
+    path = directory / ORIGIN
+    return dict(json.loads(path.read_text())) if path.exists() else {}
+
+
 def made_by_other_code(outcome: Outcome) -> bool:
     """Whether the cell was started by another state of `splus` or `train` than the present one."""
-    path = outcome.directory / "code.txt"
-    code = path.read_text().strip() if path.exists() else outcome.result.get("code", code_digest())
+    code = origin(outcome.directory).get("code", outcome.result.get("code", code_digest()))
     return bool(code != code_digest())
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 from pathlib import Path
@@ -159,7 +159,7 @@ def loss_curves(rows: Sequence[Entry], look: Mapping[str, Look], clock: bool) ->
 
 @dataclass(frozen=True)
 class Span:
-    """The mean of the curves of a row's seeds, and the lowest and highest at each evaluation."""
+    """The mean of the curves of a row's seeds, and the lowest and highest at each evaluation that all of them have."""
 
     mean: Curve
     low: tuple[float, ...]
@@ -171,10 +171,18 @@ class Span:
         known = [curve for curve in curves if curve is not None]
         if not known:
             return None
+        shared = set.intersection(*(set(curve.steps) for curve in known))
+        known = [_at(curve, shared) for curve in known]
         seconds = tuple(fmean(values) for values in zip(*(curve.seconds for curve in known)))
         losses = list(zip(*(curve.losses for curve in known)))
         mean = Curve(known[0].steps, seconds, tuple(map(fmean, losses)))
         return cls(mean, tuple(map(min, losses)), tuple(map(max, losses)))
+
+
+def _at(curve: Curve, steps: Container[int]) -> Curve:
+    """The evaluations of a curve at some of its steps."""
+    kept = [point for point in zip(curve.steps, curve.seconds, curve.losses) if point[0] in steps]
+    return Curve(*map(tuple, zip(*kept)))
 
 
 def loss_limits(curves: Sequence[Curve]) -> tuple[float, float]:

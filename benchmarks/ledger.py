@@ -12,12 +12,10 @@ import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from benchmarks.cells import Cell, Outcome, code_digest
-from benchmarks.machine import processor
+from benchmarks.cells import Cell, Outcome, origin, present_origin
 from benchmarks.sweep import Outcomes, Running, Watcher
 
 CURVES = "curves.jsonl"
@@ -64,9 +62,7 @@ class Ledger:
             "seconds": f"{outcome.result['seconds']:.2f}",
             "live_loss": repr(outcome.loss("live")),
             "averaged_loss": repr(averaged_loss(outcome)),
-            "code": code_digest(),
-            "torch": metadata.version("torch"),
-            "machine": processor(),
+            **(present_origin() | origin(outcome.directory)),
         }
         new = not self.path.exists()
         self.path.parent.mkdir(parents=True, exist_ok=True)

@@ -11,7 +11,6 @@ from __future__ import annotations
 import csv
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -21,16 +20,15 @@ from rich.console import Console
 from rich.markup import escape
 
 from benchmarks import bracket
-from benchmarks.cells import Cell, Outcome, code_digest
+from benchmarks.cells import Cell, Outcome, origin, present_origin
 from benchmarks.comparison import REFERENCE, Comparison, Condition, Study
 from benchmarks.csv_file import write_csv
-from benchmarks.machine import processor
 from benchmarks.sweep import Executor, Outcomes
 from benchmarks.turns import Trial, run_alone
 
 FILE = "paces.csv"
 DIGITS = 6  # of the numbers in it
-STEADY = 20  # the last steps of a trial, whose pace is that of all later ones: two of most optimizers' refresh periods
+STEADY = 50  # the last steps of a trial, whose pace is that of all later ones: five of most optimizers' refresh periods
 
 Course = tuple[str, float]  # what the steps' cost depends on beside the method: objective and batch size
 
@@ -122,6 +120,7 @@ def measure(comparison: Comparison, config: DictConfig, alone: Callable[[], Exec
         alone: makes an executor of one worker that runs :func:`~benchmarks.turns.take_turns`.
     """
     path = Path(config.output) / FILE
+    _warn_of_other_origin(path, console)
     good = True
     for trial in full_trials(comparison, config.pace).values() if config.pace.rounds else ():
         known = read(path)
@@ -132,7 +131,7 @@ def measure(comparison: Comparison, config: DictConfig, alone: Callable[[], Exec
         trial = replace(trial, cells=tuple(dict.fromkeys((reference, *missing))))
         told = f"{len(trial.cells)} optimizers take turns for their clocks, {trial.steps * trial.rounds} steps of each"
         console.print(f"{trial.name}: {told}", highlight=False)
-        directory = Path(config.output) / "turns" / trial.name
+        directory = Path(config.output) / "turns" / f"{trial.name}-{trial.hash}"
         ended = run_alone(trial, directory, alone())
         if ended.result is None:
             (directory / "error.txt").write_text(ended.error)
@@ -143,36 +142,47 @@ def measure(comparison: Comparison, config: DictConfig, alone: Callable[[], Exec
         before = known.get(trial.key(reference))
         step_seconds = before.seconds[-1] / trial.steps if before else reference_step(trial, ended.result)
         found = {cell: pace(trial, ended.result, run, step_seconds) for run, cell in enumerate(trial.cells)}
-        write(path, trial, {cell: found[cell] for cell in missing})
+        write(path, trial, {cell: found[cell] for cell in missing}, present_origin() | origin(directory))
     return good
 
 
-def write(path: Path, trial: Trial, found: Mapping[Cell, Pace]) -> None:
+def _warn_of_other_origin(path: Path, console: Console) -> None:
+    present = present_origin()
+    other = {line["key"] for line in _lines(path) if line | present != line}
+    if other:
+        console.print(
+            f"[yellow]{len(other)} clocks were measured with other code or torch or on another processor;[/] to repeat "
+            f"them, delete {path}"
+        )
+
+
+def write(path: Path, trial: Trial, found: Mapping[Cell, Pace], made_by: Mapping[str, str]) -> None:
     """Adds the paces of some methods of a trial to a file, a line for each turn."""
     lines = [
         {
             **dict(zip(("condition", "optimizer"), cell.group.split("/"))), "key": trial.key(cell), "step": step,
             "seconds": seconds, "averages_seconds": averages,
-            "code": code_digest(), "torch": metadata.version("torch"), "machine": processor(),
+            **made_by,
         }
         for cell, of in found.items()
         for step, seconds, averages in zip(of.steps, of.seconds, of.averages)
     ]  # fmt: skip
-    earlier = []
-    if path.exists():
-        with open(path, newline="") as file:
-            earlier = list(csv.DictReader(file))
-    write_csv([*earlier, *lines], path, DIGITS)
+    write_csv([*_lines(path), *lines], path, DIGITS)
+
+
+def _lines(path: Path) -> list[dict[str, str]]:
+    if not path.exists():
+        return []
+    with open(path, newline="") as file:
+        return list(csv.DictReader(file))
 
 
 def read(path: Path) -> dict[str, Pace]:
     """The paces in a file, by their keys; none if there is no file."""
     turns: dict[str, list[tuple[int, float, float]]] = {}
-    if path.exists():
-        with open(path, newline="") as file:
-            for line in csv.DictReader(file):
-                times = int(line["step"]), float(line["seconds"]), float(line["averages_seconds"])
-                turns.setdefault(line["key"], []).append(times)
+    for line in _lines(path):
+        times = int(line["step"]), float(line["seconds"]), float(line["averages_seconds"])
+        turns.setdefault(line["key"], []).append(times)
     return {key: Pace(*map(tuple, zip(*sorted(of)))) for key, of in turns.items()}
 
 

@@ -22,7 +22,7 @@ from typing import Any, Protocol
 from omegaconf import DictConfig
 
 from benchmarks.attempt import only_user_of
-from benchmarks.cells import Cell, Outcome, code_digest, known_outcome
+from benchmarks.cells import Cell, Outcome, known_outcome
 
 Outcomes = Mapping[Cell, Outcome]
 POLL_SECONDS = 0.5
@@ -126,8 +126,6 @@ def _first_of(queue: Sequence[Cell], outcomes: Outcomes) -> list[Cell]:
 
 def _start(cell: Cell, directory: Path, executor: Executor) -> Running:
     directory.mkdir(parents=True, exist_ok=True)
-    if not (directory / "code.txt").exists():
-        (directory / "code.txt").write_text(code_digest() + "\n")
     executor.start(cell, directory)
     return Running(cell, directory, time.monotonic())
 

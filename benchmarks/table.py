@@ -111,18 +111,21 @@ class _Runs:
 
 
 def _curve(run: Outcome | None, shorter: Sequence[Outcome | None], weights: str) -> Curve | None:
-    """Validation over a run; if there are shorter runs, their ends and its own."""
+    """Validation over a run; if there are shorter runs, where all begin, their ends and its own."""
     if run is None or run.status != "finished":
         return None
     runs = [o for o in shorter if o is not None and o.status == "finished"]
     if not runs:
         return run.curves[weights]
-    ends = []
+    points = [_point(run.curves[weights], 0)]
     for outcome in (*runs, run):
         own = weights if weights in outcome.curves else best_weights(outcome, AVERAGED)
-        curve = outcome.curves[own]
-        ends.append((curve.steps[-1], curve.seconds[-1], curve.losses[-1]))
-    return Curve(*map(tuple, zip(*sorted(ends))))
+        points.append(_point(outcome.curves[own], -1))
+    return Curve(*map(tuple, zip(*sorted(points))))
+
+
+def _point(curve: Curve, index: int) -> tuple[int, float, float]:
+    return curve.steps[index], curve.seconds[index], curve.losses[index]
 
 
 def _under(comparison: Comparison, condition: Condition, outcomes: Outcomes) -> list[Entry]:

@@ -42,6 +42,11 @@ class Trial:
         """The steps at the ends of the turns."""
         return [*range(self.turn, self.steps, self.turn), self.steps]
 
+    @property
+    def hash(self) -> str:
+        """Eight hexadecimal digits for the whole trial."""
+        return hashlib.sha256("-".join(map(self.key, self.cells)).encode()).hexdigest()[:8]
+
     def key(self, cell: Cell) -> str:
         """Eight hexadecimal digits for all that the times of one of the cells, beside the reference, depend on."""
         text = "-".join((self.cells[0].hash, cell.hash, str(self.steps), str(self.turn), str(self.rounds)))

@@ -50,7 +50,7 @@ _CHOICES: dict[str, tuple[object, ...]] = {
     "sides": ("auto", "both", "shorter"),
     "step_norm": ("spectral", "frobenius"),
     "step_scale": ("shape", "fan_in", "none"),
-    "matmul_dtype": (None, torch.bfloat16, torch.float16, torch.float32, torch.float64),
+    "matmul_dtype": (None, torch.bfloat16, torch.float32, torch.float64),  # not fp16: small gradients vanish in it
     "refresh_method": ("qr", "eigh"),
     "scale_weight_decay": (True, False),
     "spread_refreshes": (True, False),

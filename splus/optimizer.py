@@ -89,8 +89,8 @@ class SPlus(Optimizer):
             what the authors' file does.
         sides: "both" of a matrix are rotated, or the "shorter" one alone (the rows of a square); "auto", both unless
             one is more than 100 times the other, as in LoRA factors.
-        matmul_dtype: of the bases, of V and of the products that rotate by them, such as torch.bfloat16; None for fp32
-            (fp64 for fp64 parameters). Factors and decompositions stay fp32.
+        matmul_dtype: of the bases, of V and of the products that rotate by them: torch.bfloat16, float32 or float64;
+            None for fp32 (fp64 for fp64 parameters). Factors and decompositions stay fp32.
         refresh_method: "qr", a warm-started orthogonal iteration (the first basis is decomposed in full); "eigh", full
             decompositions only.
         refresh_growth: an early interval between refreshes is this less 1 times the steps so far, up to

@@ -119,6 +119,7 @@ INVALID: list[tuple[str, Any]] = [
     *(("max_preconditioner_dim", 0), ("max_preconditioner_dim", 100.0), ("refresh_growth", 1.0)),
     *(("whiten", "3d"), ("oversized", "block"), ("refresh_method", "svd"), ("split_dim", 2)),
     *(("spread_refreshes", "yes"), ("maximize", 3), ("split", 7), ("split", (1, 1))),
+    ("matmul_dtype", torch.float16),
 ]
 
 

@@ -13,7 +13,7 @@ from hydra import compose, initialize_config_dir
 from omegaconf import DictConfig
 from rich.console import Console
 
-from benchmarks.cells import ROOT, Cell, Outcome
+from benchmarks.cells import ROOT, Cell, Outcome, code_digest
 from benchmarks.command import SettingError
 from benchmarks.compare import comparison_from
 from benchmarks.comparison import Comparison, Condition
@@ -74,12 +74,12 @@ def test_load_on_one_turn_is_outvoted_by_the_other_rounds() -> None:
     np.testing.assert_allclose(pace(of, result, 1, 2.0).seconds, [12.0, 24.0, 36.0])
 
 
-def test_between_turns_the_clock_is_straight_and_after_them_as_in_the_last_20_steps() -> None:
-    steps = (10, 20, 30, 40)
+def test_between_turns_the_clock_is_straight_and_after_them_as_in_the_last_50_steps() -> None:
+    steps = (10, 20, 30, 70)
     clock = Pace(steps, (40.0, 50.0, 55.0, 65.0), (1.0, 2.0, 3.0, 4.0))
-    assert [clock.at(step, "live") for step in (0, 5, 15, 40)] == [0.0, 20.0, 45.0, 65.0]
-    assert clock.at(100, "averaged") == pytest.approx(65 + 60 * 15 / 20)
-    assert clock.at(100, "ema_0.9") == pytest.approx(65 + 60 * 15 / 20 + 10)
+    assert [clock.at(step, "live") for step in (0, 5, 15, 70)] == [0.0, 20.0, 45.0, 65.0]
+    assert clock.at(100, "averaged") == pytest.approx(65 + 30 * 15 / 50)
+    assert clock.at(100, "ema_0.9") == pytest.approx(65 + 30 * 15 / 50 + 4 + 30 * 2 / 50)
     short = Pace((4, 6), (8.0, 10.0), (0.0, 0.0))
     assert short.at(12, "live") == pytest.approx(10 + 6 * 10 / 6)
 
@@ -194,13 +194,27 @@ def test_schedules_and_starts_share_the_clock_of_their_batch_size(tmp_path: Path
     assert "diffusion-batch0.5/adam" in paces
 
 
+def test_clocks_of_other_code_are_said_and_each_set_of_optimizers_has_a_directory(tmp_path: Path) -> None:
+    first, second = settings(tmp_path), settings(tmp_path, "parts.main.optimizers=[sgd,splus,adam]")
+    assert measure(comparison_from(first), first, Turns, Console(quiet=True))
+    lines = (tmp_path / FILE).read_text()
+    for origin, said in ((lines, False), (lines.replace(code_digest(), "0" * 12), True)):
+        (tmp_path / FILE).write_text(origin)
+        console = Console(record=True, width=200, quiet=False)
+        with console.capture() as printed:
+            assert measure(comparison_from(second), second, Turns, console)
+        assert ("2 clocks were measured with other code" in printed.get()) == said
+    assert len(list(tmp_path.glob("turns/diffusion-turns-*"))) == 2
+
+
 def test_a_trial_that_crashes_is_said_and_leaves_the_runs_their_own_clocks(tmp_path: Path) -> None:
     config = settings(tmp_path)
     comparison, console = comparison_from(config), Console(record=True, width=200, quiet=False)
     with console.capture() as printed:
         assert not measure(comparison, config, lambda: Turns(error="Traceback\nValueError: no [luck]\n"), console)
     assert "✗ diffusion-turns: ValueError: no [luck] (see" in printed.get()
-    assert "no [luck]" in (tmp_path / "turns" / "diffusion-turns" / "error.txt").read_text()
+    (error,) = tmp_path.glob("turns/diffusion-turns-*/error.txt")
+    assert "no [luck]" in error.read_text()
     assert read(tmp_path / FILE) == {}
 
 

@@ -27,12 +27,13 @@ from benchmarks.command import SettingError
 from benchmarks.compare import SETTINGS, comparison_from
 from benchmarks.comparison import Comparison
 from benchmarks.estimates import estimate
-from benchmarks.figures import PALETTE, draw_ratios, looks
+from benchmarks.figures import PALETTE, Span, draw_ratios, looks
 from benchmarks.ledger import Ledger
 from benchmarks.methods import LIVE, Row
 from benchmarks.progress import Progress
 from benchmarks.report import Results, load, main, write_report
 from benchmarks.sections import curve_table, rate_table, winners
+from benchmarks.steps_to_adam import Curve
 from benchmarks.summary import headline, write_details, write_summary
 from benchmarks.table import Entry, entries, notes, terminal_tables
 
@@ -301,6 +302,16 @@ def test_text_and_lines_stand_out_in_both_themes(report: Path) -> None:
         for ground in (color["paper"], color["panel"]):
             assert all(contrast(color[name], ground) >= 4.5 for name in ("ink", "soft", "warn", "focus"))
             assert all(contrast(color[name], ground) >= 3 for name in PALETTE)  # WCAG 2.1, 1.4.11
+
+
+def test_the_mean_of_curves_is_over_the_evaluations_that_all_of_them_have() -> None:
+    """A run of one seed may have no such evaluation, when its shorter run has crashed."""
+    full, other = Curve((0, 3, 6), (0.0, 3.0, 6.0), (2.0, 1.5, 1.0)), Curve((0, 6), (0.0, 8.0), (4.0, 2.0))
+    for curves in ([full, other], [other, None, full]):
+        span = Span.of(curves)
+        assert span is not None
+        assert span.mean == Curve((0, 6), (0.0, 7.0), (3.0, 1.5))
+        assert (span.low, span.high) == ((2.0, 1.0), (4.0, 2.0))
 
 
 def test_texts_of_the_ratios_lie_inside_and_apart(rows: list[Entry]) -> None:

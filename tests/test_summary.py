@@ -63,6 +63,17 @@ def test_differences_are_paired_by_seed(tmp_path: Path) -> None:
     assert float(table["adam", "splus"]["difference"]) == pytest.approx(0.2)
 
 
+def test_a_target_below_the_shortest_run_is_on_the_line_from_where_all_begin() -> None:
+    """And not at the end of the shortest run, which ends at 0.5 when Adam ends at 1.0."""
+    studies = [study("adam", "linear_decay", 1), study("splus", "linear_decay", 1, (0.25, 0.5))]
+    ends = {3: 0.5, 6: 0.4, STEPS: 0.3}
+    splus = rows(studies, lambda name, steps, seed: 1.0 if name == "adam" else ends[steps])["splus"]
+    begin = splus.curves[0]
+    assert begin is not None
+    assert begin.steps == (0, 3, 6, STEPS)
+    assert splus.steps.mean == pytest.approx(3 * (begin.losses[0] - 1.0) / (begin.losses[0] - 0.5) / STEPS)
+
+
 HARD = {"adam": (1.0, 2.0, 3.0), "splus": (0.8, 1.81, 2.79)}
 
 

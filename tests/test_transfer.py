@@ -1,9 +1,11 @@
 """The sweep over widths: which runs it asks for, what it makes of them, and that it goes on where it was stopped."""
 
 import csv
+import json
 import math
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,7 +13,7 @@ from hydra import compose, initialize_config_dir
 from runs import ROOT
 
 from benchmarks import optima
-from benchmarks.cells import Cell, Outcome
+from benchmarks.cells import ORIGIN, Cell, Outcome, made_by_other_code
 from benchmarks.ledger import Ledger, averaged_loss, read
 from benchmarks.lr_transfer import transfer_from
 from benchmarks.transfer import Study, Transfer
@@ -170,6 +172,21 @@ def test_a_ledger_stands_for_the_runs_it_lists(tmp_path: Path) -> None:
         first = next(csv.DictReader(file))
     assert first["setting"] == "optimizer.lr"
     assert {first["width"], first["seed"]} <= {"32", "64", "128", "0", "1"}
+
+
+def test_a_ledger_says_by_what_a_run_was_begun_not_by_what_it_is_written(tmp_path: Path) -> None:
+    """As of a job on another machine, or of one that ended while its command was stopped and the code then edited."""
+    transfer = Transfer((study(),), limit=12)
+    (cell, outcome), *_ = run_all(transfer, slope=0.0).items()
+    begun = {"code": "0" * 12, "torch": "2.6.0", "machine": "another"}
+    run = replace(outcome, directory=tmp_path / "run")
+    run.directory.mkdir()
+    (run.directory / ORIGIN).write_text(json.dumps(begun))
+    Ledger(tmp_path / "runs.csv", transfer.labels, Silent()).ended(cell, run, earlier=True)
+    with (tmp_path / "runs.csv").open() as file:
+        (line,) = csv.DictReader(file)
+    assert line | begun == line
+    assert made_by_other_code(run)
 
 
 def test_rates_are_half_octaves() -> None:

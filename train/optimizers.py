@@ -120,7 +120,10 @@ class MuonWithAdam(Optimizer):
         """Make the two optimizers anew on the groups and the state there are."""
         muon = [group for group in self.param_groups if group["name"] == "whitened"]
         adam = [group for group in self.param_groups if group["name"] != "whitened"]
-        self._parts: list[Optimizer] = [Muon(muon, **self._muon_options), AdamW(adam, betas=self._adam_betas)]
+        self._parts: list[Optimizer] = [
+            Muon(muon, **self._muon_options),
+            AdamW(adam, betas=self._adam_betas, fused=True),
+        ]
         for part in self._parts:
             part.state = self.state
 
