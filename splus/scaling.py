@@ -34,9 +34,9 @@ def elementwise_step(shape: Sequence[int], scale: float, width_power: float) -> 
 def lr_from_adam(adam_lr: float, hidden_size: int) -> float:
     """A first learning rate for :class:`~splus.SPlus` from one that works for Adam.
 
-    ``0.71 · (adam_lr · hidden_size) ** (1/3)``, which is within a factor of 1.7 of the best one in the benchmark's
-    sweeps. Adam's rate says little: SPlus's best ones lie between 0.28 and 1.0 at all widths of all three tasks, where
-    Adam's lie between 0.002 and 0.06. Try half and twice of it as well.
+    ``0.71 · (adam_lr · hidden_size) ** (1/3)``, which is within a factor of 1.75 of the best one in the benchmark's
+    sweeps. Adam's rate says little: SPlus's best ones lie between 0.28 and 1.2 at all widths of all three tasks, where
+    Adam's lie between 0.001 and 0.06. Try half and twice of it as well.
 
     Args:
         adam_lr: Adam's learning rate, positive.
