@@ -9,7 +9,6 @@ The exit code is 1 when a hidden layer's slope is beyond the tolerance. For a mo
 
 from __future__ import annotations
 
-import csv
 import sys
 from pathlib import Path
 from typing import Any
@@ -26,6 +25,7 @@ from torch import Generator, nn
 from torch.optim import Optimizer
 
 from benchmarks.cells import ROOT, compose_config
+from benchmarks.csv_file import write_csv
 from benchmarks.figures import STYLE, save_png
 from splus import CoordinateCheck, coordinate_check
 from train.config import build
@@ -42,7 +42,7 @@ def check(config: DictConfig, console: Console) -> int:
     checked = measured(config)
     output = Path(config.output)
     output.mkdir(parents=True, exist_ok=True)
-    write_csv(checked, output / "coordinate_check.csv")
+    write_csv(rows(checked), output / "coordinate_check.csv")
     with matplotlib.rc_context(STYLE):
         save_png(draw(checked), output / "coordinate_check.png")
     console.print(table(checked, config.tolerance))
@@ -94,14 +94,17 @@ def table(checked: CoordinateCheck, tolerance: float) -> Table:
     return shown
 
 
-def write_csv(checked: CoordinateCheck, path: Path) -> None:
-    with open(path, "w", newline="") as file:
-        writer = csv.writer(file)
-        writer.writerow(["module", "hidden", "width", "step", "activation_rms", "change_rms"])
-        for name, changes in checked.changes.items():
-            for width, activation, change in zip(checked.widths, checked.activations[name], changes):
-                rows: list[Any] = [[name, name in checked.hidden, width]] * len(change)
-                writer.writerows([*row, step + 1, activation[step], change[step]] for step, row in enumerate(rows))
+def rows(checked: CoordinateCheck) -> list[dict[str, Any]]:
+    """One for each module, width and step."""
+    return [
+        {
+            "module": name, "hidden": name in checked.hidden, "width": width, "step": step,
+            "activation_rms": activation, "change_rms": change,
+        }
+        for name, changes in checked.changes.items()
+        for width, activations, of_width in zip(checked.widths, checked.activations[name], changes)
+        for step, (activation, change) in enumerate(zip(activations, of_width), 1)
+    ]  # fmt: skip
 
 
 def draw(checked: CoordinateCheck) -> Figure:
