@@ -170,7 +170,7 @@ def test_low_precision_products_turn_the_direction_a_little(dtype: torch.dtype) 
     assert 0 < error.max() < 0.1
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
 def test_matmul_dtype_is_that_of_the_bases_alone(dtype: torch.dtype) -> None:
     """Bases and what is seen in them are kept in it; momentum, factors and averages are not: those stay fp32."""
     parameter = nn.Parameter(draws(1, 8, 6, dtype=torch.float32)[0])

@@ -428,7 +428,9 @@ def test_muon_with_adam_is_torchs_own_two(tmp_path):
     rest = [parameter for name, parameters in groups.items() if name != "whitened" for parameter in parameters]
     both = [
         torch.optim.Muon(groups["whitened"], lr=config.lr, weight_decay=config.weight_decay),
-        torch.optim.AdamW(rest, lr=config.lr * config.adam_lr, betas=tuple(config.adam_betas), weight_decay=0.0),
+        torch.optim.AdamW(
+            rest, lr=config.lr * config.adam_lr, betas=tuple(config.adam_betas), weight_decay=0.0, fused=True
+        ),
     ]
     for step in range(6):
         if step == 3:
