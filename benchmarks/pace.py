@@ -20,7 +20,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from benchmarks import bracket
-from benchmarks.cells import Cell, Outcome, origin, present_origin
+from benchmarks.cells import Cell, Outcome, present_origin
 from benchmarks.comparison import REFERENCE, Comparison, Condition, Study
 from benchmarks.csv_file import write_csv
 from benchmarks.sweep import Executor, Outcomes
@@ -119,10 +119,12 @@ def measure(comparison: Comparison, config: DictConfig, alone: Callable[[], Exec
         config: has the settings `output` and `pace`.
         alone: makes an executor of one worker that runs :func:`~benchmarks.turns.take_turns`.
     """
+    if not config.pace.rounds:
+        return True
     path = Path(config.output) / FILE
     _warn_of_other_origin(path, console)
     good = True
-    for trial in full_trials(comparison, config.pace).values() if config.pace.rounds else ():
+    for trial in full_trials(comparison, config.pace).values():
         known = read(path)
         reference = trial.cells[0]
         missing = [cell for cell in trial.cells if trial.key(cell) not in known]
@@ -142,7 +144,7 @@ def measure(comparison: Comparison, config: DictConfig, alone: Callable[[], Exec
         before = known.get(trial.key(reference))
         step_seconds = before.seconds[-1] / trial.steps if before else reference_step(trial, ended.result)
         found = {cell: pace(trial, ended.result, run, step_seconds) for run, cell in enumerate(trial.cells)}
-        write(path, trial, {cell: found[cell] for cell in missing}, present_origin() | origin(directory))
+        write(path, trial, {cell: found[cell] for cell in missing}, ended.result["made_by"])
     return good
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from benchmarks.cells import Cell
+from benchmarks.cells import Cell, present_origin
 from benchmarks.sweep import POLL_SECONDS, Ended, Executor
 
 
@@ -58,11 +58,11 @@ def take_turns(config: DictConfig, directory: Path) -> dict[str, Any]:
 
     Returns:
         Seconds by [round][turn][run]: "training" of the training clock, "averages" of keeping one of the averages that
-        the training loop keeps beside every optimizer.
+        the training loop keeps beside every optimizer. And "made_by": code, torch and processor.
     """
     from train.trainer import Trainer
 
-    result: dict[str, Any] = {"status": "finished", "training": [], "averages": []}
+    result: dict[str, Any] = {"status": "finished", "made_by": present_origin(), "training": [], "averages": []}
     for _ in range(config.rounds):
         trainers = [Trainer(run) for run in config.runs]
         turns = []

@@ -13,7 +13,7 @@ from hydra import compose, initialize_config_dir
 from omegaconf import DictConfig
 from rich.console import Console
 
-from benchmarks.cells import ROOT, Cell, Outcome, code_digest
+from benchmarks.cells import ROOT, Cell, Outcome, code_digest, present_origin
 from benchmarks.command import SettingError
 from benchmarks.compare import comparison_from
 from benchmarks.comparison import Comparison, Condition
@@ -52,7 +52,8 @@ def turns(trial: Trial, costs: Sequence[Sequence[float]], speed: np.ndarray) -> 
     """What a trial gives if the runs' steps cost so many seconds in each turn, on a machine of this [round][turn]."""
     lengths = np.diff([0, *trial.ends])
     work = np.array(costs).T * lengths[:, None]  # [turn][run]
-    return {"training": (work * speed[:, :, None]).tolist(), "averages": (0.1 * work * speed[:, :, None]).tolist()}
+    seconds = work * speed[:, :, None]
+    return {"made_by": present_origin(), "training": seconds.tolist(), "averages": (0.1 * seconds).tolist()}
 
 
 def test_load_that_slows_all_optimizers_alike_leaves_no_trace() -> None:
